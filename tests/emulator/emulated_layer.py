@@ -14,11 +14,11 @@ from gluon_emulator import Edits, Emulator
 from torch import Tensor
 from triton_checks import Case, assert_kernels_agree
 
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, LARGEST, WEIGHTS, quantize
 from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
 from tilemoe.kernels.experts.hopper_fp8 import backend as fp8_backend
-from tilemoe.kernels.experts.quantize import BLOCK, LARGEST, WEIGHTS, quantize
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.plan import RoutingPlan

@@ -26,10 +26,10 @@ from triton_checks import Case, choose_bands, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
-from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.formats.fp8 import ROWS, quantize
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.hopper import host
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.quantize import ROWS, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import hostile_routings, make_inputs
@@ -209,7 +209,7 @@ def test_wide_weight_gradients_of_hostile_routings(all_wgrads_in_fp8: None, name
 
 
 def test_wide_weight_gradients_in_slices(all_wgrads_in_fp8: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilemoe.kernels.experts.triton_fp8.wgrad.SLICE", 256)
+    monkeypatch.setattr("tilemoe.kernels.experts.triton.transpose.SLICE", 256)
     with emulated() as launches:
         assert_wgrads_agree(KERNELS, plan_of(65, 0, 130, 40), 640, 128, False, torch.float16, LIMIT)
     of_gemms = [launch.args["first_of_slice"] for launch in launches if launch.kernel.is_gluon()]
@@ -259,7 +259,7 @@ def recorded_wgrad() -> list[Recorded]:
     by_token, by_row = torch.randn(plan.num_tokens, width).half(), torch.randn(plan.capacity, width).half()
     exact = EXACT.down_proj_wgrad(by_token.float(), by_row.float(), plan)
     with pytest.MonkeyPatch.context() as patch, emulated(ctas=2) as launches:
-        patch.setattr("tilemoe.kernels.experts.triton_fp8.wgrad.SLICE", 384)
+        patch.setattr("tilemoe.kernels.experts.triton.transpose.SLICE", 384)
         patch.setattr(HOST_CHUNK, 2)
         assert_close("dw2", KERNELS.down_proj_wgrad(by_token, by_row, plan).float(), exact)
     last, outputs = with_outputs(launches)[-1]  # the launch before it would now read this one's slice of A

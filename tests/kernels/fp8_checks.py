@@ -14,10 +14,12 @@ from torch import Tensor
 from triton_checks import turn
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.base import Backend, Operand, is_column_major
-from tilemoe.kernels.experts.quantize import BLOCK, quantize
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import is_column_major
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, quantize
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
-from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
+from tilemoe.kernels.experts.triton.transpose import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import ceil_div
 from tilemoe.testing import make_inputs, relative_error

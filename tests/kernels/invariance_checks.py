@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.experts.nf4 import quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe

@@ -14,7 +14,7 @@ from triton_checks import turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.choose import choose_experts
-from tilemoe.kernels.experts.nf4 import quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.moe import moe

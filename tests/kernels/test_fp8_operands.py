@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tilemoe.config import ParallelConfig
-from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
-from tilemoe.kernels.experts.triton_fp8 import operands
-from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_rows, row_weight, scales_of
+from tilemoe.kernels.experts.formats import fp8
+from tilemoe.kernels.experts.formats.fp8 import ROWS, WEIGHTS, quantize, scales_of
+from tilemoe.kernels.experts.formats.operand import Operand
+from tilemoe.kernels.experts.triton import quantize as by_triton
+from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_rows, row_weight
 from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
 from tilemoe.runtime.weight_cache import weights_unchanged
 from tilemoe.testing import assert_equal
@@ -32,18 +33,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Scales and contraction of each launch that quantises a weight."""
     found = list[tuple[str, int]]()
 
-    def by_torch(weight: Tensor, scales: str, contracted: int) -> Operand:
-        found.append((scales, contracted))
-        return _exact(weight.detach(), scales, contracted)
+    def by_torch(weight: Tensor, block: tuple[int, int]) -> Operand:
+        found.append(("blocks" if block == WEIGHTS else "rows", 2 if block == WEIGHTS or block[0] == 1 else 1))
+        if block[1] == 1:  # contiguous along the lines
+            return quantize(weight.detach().transpose(1, 2), block[::-1]).transposed()
+        return quantize(weight.detach(), block)
 
-    monkeypatch.setattr(operands, "_quantize", by_torch)
+    monkeypatch.setattr(by_triton, "quantized_weight", by_torch)
     return found
-
-
-def _exact(weight: Tensor, scales: str, contracted: int) -> Operand:
-    if contracted == 1:
-        return _exact(weight.transpose(1, 2), scales, 2).transposed()
-    return quantize(weight, WEIGHTS if scales == "blocks" else (1, weight.shape[2]))
 
 
 Launched = list[tuple[str, int]]
@@ -75,9 +72,9 @@ def test_what_a_compiling_call_makes_is_not_kept(launched: Launched, monkeypatch
     """Its launches are withheld, so its memory is uninitialised. The same where another operand is kept already."""
     weight = a_weight()
     for dim in (2, 1):
-        monkeypatch.setattr(operands, "withholds_values", lambda: True)
+        monkeypatch.setattr(fp8, "withholds_values", lambda: True)
         withheld = row_weight(weight, dim)
-        monkeypatch.setattr(operands, "withholds_values", lambda: False)
+        monkeypatch.setattr(fp8, "withholds_values", lambda: False)
         kept = row_weight(weight, dim)
         assert is_same(row_weight(weight, dim), kept)
         assert not is_same(kept, withheld)
@@ -119,7 +116,7 @@ def test_other_memory_renews(launched: Launched) -> None:
 def test_another_stream_does_not_read_what_one_is_making(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = a_weight()
     first = row_weight(weight, 2)
-    monkeypatch.setattr(operands, "_stream_of", lambda weight: 7)
+    monkeypatch.setattr(fp8, "_stream_of", lambda weight: 7)
     assert not is_same(row_weight(weight, 2), first)
     assert len(launched) == 2
     assert is_same(row_weight(weight, 2), row_weight(weight, 2))
@@ -148,7 +145,7 @@ def test_what_has_no_counter_of_its_own_is_not_kept(make: Callable[[], Tensor], 
     assert not is_same(row_weight(weight, 2), row_weight(weight, 2))
     row_weight(weight, 1)
     assert launched == [("rows", 2), ("rows", 2), ("rows", 1)]
-    assert weight not in operands._KEPT
+    assert weight not in fp8._KEPT
 
 
 def test_nothing_is_kept_among_processes(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +234,7 @@ def test_nothing_is_kept_of_a_launch_that_is_withheld(launched: Launched, monkey
     """A precompilation launches nothing: what it gets holds no values."""
     weight = a_weight()
     with monkeypatch.context() as patch:
-        patch.setattr(operands, "withholds_values", lambda: True)
+        patch.setattr(fp8, "withholds_values", lambda: True)
         row_weight(weight, 2)
     row_weight(weight, 2)
     row_weight(weight, 2)

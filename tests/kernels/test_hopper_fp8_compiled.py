@@ -24,12 +24,12 @@ from triton_compile import (
 )
 
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_wgrad import gemm_transposed_kernel
 from tilemoe.kernels.experts.hopper_fp8.host import STATIONARY, TILE, WGRAD
-from tilemoe.kernels.experts.quantize import BLOCK
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch

@@ -13,7 +13,8 @@ import tilemoe
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels import choose
 from tilemoe.kernels.experts import registry
-from tilemoe.kernels.experts.base import Backend, Operand
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.registry import backend_named, backend_of, check_kernels, register_backend
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.lora import Adapters, moe_lora

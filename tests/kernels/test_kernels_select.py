@@ -16,7 +16,7 @@ from helpers import raises_one_line
 from tilemoe.config import MoEConfig
 from tilemoe.kernels import choose
 from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, choose_router, select_kernels
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, compute_dtype
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, band_tiles, choose_tile, shared_bytes, tile_rows
@@ -240,7 +240,7 @@ def test_a_layers_own_limits_are_the_reason_where_triton_runs() -> None:
 def test_rows_are_packed_by_triton_where_it_has_e4m3(
     capability: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilemoe.kernels.experts.triton_fp8 import operands
+    from tilemoe.kernels.experts.triton import quantize as operands
 
     monkeypatch.setattr(operands, "gpu", lambda index: Device(capability, 0, 0))
     choice = choose.choose_packing(GPU, dtype)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
-from tilemoe.kernels.experts.base import Backend, compute_dtype
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import compute_dtype
 from tilemoe.kernels.experts.torch import activations as torch_activations
 from tilemoe.kernels.experts.torch import backend as mlp
 from tilemoe.kernels.experts.torch.grouped import expert_of_row

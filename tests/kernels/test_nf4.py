@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.experts.nf4 import CODES, Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import CODES, Nf4Weight, quantize_nf4
 from tilemoe.testing import assert_equal
 
 # quantize_4bit(weight(), quant_type="nf4") of bitsandbytes 0.50.2 on a CPU.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.experts.quantize import (
+from tilemoe.kernels.experts.formats.fp8 import (
     LARGEST,
     ROWS,
     WEIGHTS,

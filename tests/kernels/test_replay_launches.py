@@ -32,7 +32,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder, RowPacking
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton_fp8 import quantize as packed
+from tilemoe.kernels.experts.triton import quantize as packed
 from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.plan.triton import count_sort
 from tilemoe.ops import expert_parallel as exchange

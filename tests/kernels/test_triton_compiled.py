@@ -21,7 +21,7 @@ from triton_compile import (
 )
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.base import empty_weight_grad
+from tilemoe.kernels.experts.formats.dense import empty_weight_grad
 from tilemoe.kernels.experts.triton import bias_grad, host
 from tilemoe.kernels.experts.triton.configs import WEIGHT_GRADS, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.tiles import tile_lists_launch

@@ -12,7 +12,7 @@ from triton_compile import GFX942, MI300, NVIDIA, compile_launches, compiled_key
 from tilemoe.kernels.choose import choose_expert_parallel
 from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.expert_parallel.torch import Routed
-from tilemoe.kernels.experts.quantize import words_of_row
+from tilemoe.kernels.experts.formats.fp8 import words_of_row
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime.device import Device

@@ -15,7 +15,7 @@ from triton_checks import DEVICE
 from tilemoe.kernels.expert_parallel import torch as by_torch
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.expert_parallel.torch import Routed
-from tilemoe.kernels.experts.quantize import words_of_row
+from tilemoe.kernels.experts.formats.fp8 import words_of_row
 from tilemoe.kernels.plan.triton import MAX_EXPERTS
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk

@@ -9,12 +9,11 @@ import pytest
 import torch
 from triton_compile import KB, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
+from tilemoe.kernels.experts.formats.fp8 import words_of_row
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.quantize import words_of_row
 from tilemoe.kernels.experts.triton.backend import TritonBackend
-from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_rows, row_weight
-from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, unpack_rows
-from tilemoe.kernels.experts.triton_fp8.wgrad import SLICE, wgrad_operands
+from tilemoe.kernels.experts.triton.quantize import block_weight, pack_rows, quantized_rows, row_weight, unpack_rows
+from tilemoe.kernels.experts.triton.transpose import SLICE, wgrad_operands
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import ceil_div
@@ -34,7 +33,7 @@ def test_compiled(capability: int, tmp_path: Path) -> None:
             row_weight(weight, contracted)
         block_weight(weight)
         list(wgrad_operands(x, h, plan))
-    of_fp8 = [launch for launch in launches if "triton_fp8" in launch.kernel.fn.__module__]
+    of_fp8 = [launch for launch in launches if launch.kernel.fn.__module__.endswith((".quantize", ".transpose"))]
     quantizing = {"quantize_rows_kernel", "quantize_blocks_kernel", "quantize_weight_rows_kernel"}
     transposing = {"largest_of_tiles_kernel", "quantize_transposed_kernel", "gather_transposed_kernel"}
     assert {launch.kernel.fn.__name__ for launch in of_fp8} == quantizing | transposing | {"dequantize_rows_kernel"}

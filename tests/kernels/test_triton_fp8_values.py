@@ -18,20 +18,20 @@ from triton_checks import turn
 
 import tilemoe
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts import quantize as by_torch
-from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.quantize import BLOCK, WEIGHTS, packed_operand, quantize
+from tilemoe.kernels.experts.formats import fp8 as by_torch
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, WEIGHTS, packed_operand, quantize
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.triton.backend import TritonBackend
-from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import dequantized_rows
-from tilemoe.kernels.experts.triton_fp8.quantize import (
+from tilemoe.kernels.experts.triton.quantize import (
     block_weight_launch,
+    dequantized_rows,
     pack_rows,
     row_weight_launch,
     rows_launch,
     unpack_rows,
 )
-from tilemoe.kernels.experts.triton_fp8.wgrad import (
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.kernels.experts.triton.transpose import (
     PART,
     gather_launch,
     largest_launch,

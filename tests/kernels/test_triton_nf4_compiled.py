@@ -19,7 +19,7 @@ from triton_compile import (
 )
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.nf4 import quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device

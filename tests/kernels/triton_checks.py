@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.base import Backend, compute_dtype, is_column_major
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import compute_dtype, is_column_major
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk

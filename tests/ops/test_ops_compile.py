@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tilemoe
 from tilemoe.activations import activation_spec
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
-from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.layers.moe import MoE
 from tilemoe.ops import experts as library

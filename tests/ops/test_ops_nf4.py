@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts import registry
-from tilemoe.kernels.experts.nf4 import Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops import experts as library

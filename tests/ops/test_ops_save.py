@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import tilemoe
 from tilemoe import reference
 from tilemoe.activations import REGISTRY
-from tilemoe.kernels.experts.quantize import ROWS, quantize
+from tilemoe.kernels.experts.formats.fp8 import ROWS, quantize
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.triton import quantize as operands
 from tilemoe.kernels.experts.triton.backend import TritonBackend
-from tilemoe.kernels.experts.triton_fp8 import operands
 from tilemoe.runtime.device import Device
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs, relative_error
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.lora import Adapters, moe_lora

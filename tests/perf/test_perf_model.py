@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilemoe.kernels.experts import slicing as slices_module
-from tilemoe.kernels.experts.base import Backend, Operand
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.memory import (
     backward_peak_bytes,
     backward_slices,

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from tilemoe.dispatch.base import Sent
 from tilemoe.dispatch.transport import Arrival, Transport, Way
 from tilemoe.kernels.expert_parallel.torch import Routed
-from tilemoe.kernels.experts.base import compute_dtype
+from tilemoe.kernels.experts.formats.dense import compute_dtype
 from tilemoe.ops.expert_parallel import count_sent, pack_rows, place_sent, plan_received, sum_copies, unpack_rows
 from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 

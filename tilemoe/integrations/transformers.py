@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from tilemoe.activations import REGISTRY
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.integrations.gates import recognised_activation
-from tilemoe.kernels.experts.base import FLOAT_DTYPES
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
 from tilemoe.ops.moe import moe

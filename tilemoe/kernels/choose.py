@@ -22,8 +22,9 @@ from torch import Tensor
 from tilemoe.checks import require_type, shown
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
-from tilemoe.kernels.experts.quantize import pack_rows, unpack_rows, why_not_quantized
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
+from tilemoe.kernels.experts.formats.fp8 import pack_rows, unpack_rows, why_not_quantized
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
@@ -84,7 +85,7 @@ class ExpertParallelKernels(NamedTuple):
 
 
 class RowPacking(NamedTuple):
-    """The functions that `tilemoe.kernels.experts.quantize` documents."""
+    """The functions that `tilemoe.kernels.experts.formats.fp8` documents."""
 
     pack_rows: Callable[[Tensor], Tensor]
     unpack_rows: Callable[[Tensor, torch.dtype], Tensor]
@@ -252,12 +253,12 @@ def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPackin
     """The quantisation of rows of this dtype that are exchanged between processes in FP8."""
     why = why_no_triton(device) or backend_named("triton").why_unsupported(device, dtype)
     if why is None:
-        from tilemoe.kernels.experts.triton_fp8.operands import why_no_e4m3
+        from tilemoe.kernels.experts.triton.quantize import why_no_e4m3
 
         why = why_no_e4m3(device)
     if why is not None:
         return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
-    from tilemoe.kernels.experts.triton_fp8 import quantize as by_triton
+    from tilemoe.kernels.experts.triton import quantize as by_triton
 
     return Choice("triton", RowPacking(by_triton.pack_rows, by_triton.unpack_rows), "one kernel each way")
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.ops.moe import backend_for, check_options, moe
 from tilemoe.plan import RoutingPlan

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tilemoe.checks import require_choice, require_finite, require_int, require_type, shown
 from tilemoe.dispatch.base import LocalDispatcher
-from tilemoe.kernels.experts.base import FLOAT_DTYPES
-from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, quantize_nf4, why_not_nf4
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4, why_not_nf4
+from tilemoe.kernels.experts.formats.operand import Weight
 from tilemoe.layers.attention import Attention
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
@@ -122,7 +123,7 @@ class LoRAExperts(Experts):
 
 
 class Nf4LoRAExperts(LoRAExperts):
-    """`LoRAExperts` whose w1 and w2 are stored in NF4, 4.5 bits per value (`tilemoe.kernels.experts.nf4`).
+    """`LoRAExperts` whose w1 and w2 are stored in NF4, 4.5 bits per value (`tilemoe.kernels.experts.formats.nf4`).
 
     w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), which
     stay fp32 through ``to(dtype)``. w1 and w2 are None; `merged` returns them dense, in the base's dtype.

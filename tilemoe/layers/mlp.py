@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
+from tilemoe.kernels.experts.formats.dense import row_blocks
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 
 
 class _Activation(torch.autograd.Function):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tilemoe.activations import activation_spec
 from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.router import Router, checked_output

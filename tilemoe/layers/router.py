@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.experts.base import FLOAT_DTYPES
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops import router as ops
 from tilemoe.routing.topk import Routing
 from tilemoe.runtime.operator import refuse_transforms

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from tilemoe.activations import activation_spec
 from tilemoe.checks import require_choice, require_type
 from tilemoe.config import CHECKPOINTING_MODES, ModelConfig
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tilemoe.checks import require_int
 from tilemoe.kernels.choose import choose_lm
-from tilemoe.kernels.experts.base import FLOAT_DTYPES
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.runtime.tensors import require_tensors
 from tilemoe.runtime.tracing import autocast_dtype, can_be_read, without_autocast
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.experts.base import compute_dtype, is_column_major
+from tilemoe.kernels.experts.formats.dense import compute_dtype, is_column_major
 from tilemoe.runtime.tensors import PLAIN
 
 _CAST = "ToCopyBackward0"  # the autograd node of autocast's cast of a leaf

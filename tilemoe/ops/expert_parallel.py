@@ -5,7 +5,7 @@ T tokens · W ranks · P pairs sent · C copies of tokens · Q pairs received ·
 Their launches are cached and replayed like other operators', but they are not in torch.library: the sizes are read back
 between two exchanges, which no graph can contain. count_sent, place_sent and plan_received are documented in
 `tilemoe.kernels.expert_parallel.torch` (a `Routed` is passed field by field), pack_rows and unpack_rows in
-`tilemoe.kernels.experts.quantize`.
+`tilemoe.kernels.experts.formats.fp8`.
 """
 
 from __future__ import annotations

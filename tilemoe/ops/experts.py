@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend, Operand, compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices, shape_of
-from tilemoe.kernels.experts.quantize import BLOCK, ROWS
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.accumulation import sum_to_add_to
 from tilemoe.ops.out_of_memory import advise

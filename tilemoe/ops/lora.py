@@ -21,10 +21,18 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.checks import require_type
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import (
+    FLOAT_DTYPES,
+    compute_dtype,
+    empty_weight_grad,
+    is_column_major,
+    row_blocks,
+)
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, why_not_nf4
+from tilemoe.kernels.experts.formats.operand import Weight
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shape_of
-from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, why_not_nf4
-from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs
 from tilemoe.ops.experts import gemm_flops, routed_operator, without_derived
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
@@ -65,7 +73,7 @@ def moe_lora(
     """`tilemoe.moe` with ``w1 + scale up_b up_a`` and ``w2 + scale down_b down_a`` for weights: (T, d) in x's dtype.
 
     Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen. w1 and w2 may each be
-    an `Nf4Weight` (`tilemoe.kernels.experts.nf4`), which is multiplied in x's dtype.
+    an `Nf4Weight` (`tilemoe.kernels.experts.formats.nf4`), which is multiplied in x's dtype.
 
     Raises:
         ValueError: an adapter's shape, dtype or device does not match the weights, a weight or bias requires a

@@ -15,8 +15,9 @@ from tilemoe.activations import activation_spec
 from tilemoe.checks import require_bool, require_choice, shown
 from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS, SAVES, require_save
 from tilemoe.kernels.choose import choose_experts
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
-from tilemoe.kernels.experts.quantize import why_not_quantized
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
+from tilemoe.kernels.experts.formats.fp8 import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_of
 from tilemoe.ops import experts as expert_ops
 from tilemoe.plan import RoutingPlan

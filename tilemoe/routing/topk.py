@@ -16,7 +16,7 @@ from torch import Tensor
 from tilemoe.checks import require_bool, require_type
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.choose import choose_router
-from tilemoe.kernels.experts.base import FLOAT_DTYPES
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops import router as router_ops
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import check_group, num_ranks, sum_over_ranks

@@ -17,60 +17,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand
 from tilemoe.plan import RoutingPlan
-
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that a layer may have
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A quantised GEMM operand: ``value = data * scale``, with one scale for each block of elements.
-
-    data (..., p, q) · block (bp, bq), of data's last two dimensions · scale (..., ceil(p / bp), ceil(q / bq)), any
-    float dtype · dtype: of the tensor that was quantised, and of the GEMM's output.
-    """
-
-    data: Tensor
-    scale: Tensor
-    block: tuple[int, int]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        *batch, p, q = self.data.shape
-        blocks = (-(-p // self.block[0]), -(-q // self.block[1]))
-        assert self.scale.shape == (*batch, *blocks), "a scale for each block, the ragged ones, too"
-
-    def __getitem__(self, parts: tuple[slice, ...]) -> Operand:
-        """A view, by a slice for each leading dimension; slices of the last two dimensions must be of whole blocks."""
-        sizes = (1,) * (self.data.ndim - 2) + self.block
-        blocks = tuple(_blocks_of(part, size) for part, size in zip(parts, sizes, strict=False))
-        return Operand(self.data[parts], self.scale[blocks], self.block, self.dtype)
-
-    def transposed(self) -> Operand:
-        """The last two dimensions exchanged."""
-        return Operand(self.data.transpose(-2, -1), self.scale.transpose(-2, -1), self.block[::-1], self.dtype)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The values in ``dtype``, for a GEMM without scales: multiplied in the scale's dtype, rounded once."""
-        p, q = self.data.shape[-2:]
-        scale = self.scale.repeat_interleave(self.block[0], -2)[..., :p, :]
-        return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
-
-
-def _blocks_of(part: slice, size: int) -> slice:
-    start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
-    return slice(start, stop)
-
-
-# An operand that a backend has made for one of its own row GEMMs: a tensor, or an `Operand` where it quantises.
-GemmOperand = Any
 
 
 class Backend(ABC):
@@ -138,14 +93,10 @@ class Backend(ABC):
 
     def quantize_h(self, h: Tensor) -> Operand:
         """h (R_max, w), w a multiple of 128, as ``save="fp8"`` keeps it: e4m3, with an fp32 scale per 128 of a row."""
-        from tilemoe.kernels.experts.quantize import quantize_rows  # here, because it imports this module
-
         return quantize_rows(h)
 
     def dequantize_h(self, h: Operand) -> Tensor:
         """The inverse of `quantize_h`, in h's former dtype: each value times its scale in fp32, rounded once."""
-        from tilemoe.kernels.experts.quantize import dense_rows
-
         return dense_rows(h)
 
     @abstractmethod
@@ -225,19 +176,3 @@ class Backend(ABC):
         """
         db1 = self.up_proj_bias_grad(dh, plan)  # before dw1, which may be added to ``out``: see `down_proj_wgrad`
         return self.up_proj_wgrad(x, dh, plan, column_major, out), db1
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that tensors of ``dtype`` are accumulated in: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def is_column_major(weight: Tensor) -> bool:
-    """Whether a weight (E, p, q) is dense with each expert's p contiguous, as a transposed view of (E, q, p) is."""
-    return not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
-
-
-def empty_weight_grad(like: Tensor, shape: Sequence[int], column_major: bool) -> Tensor:
-    """An uninitialised dense gradient of ``shape`` (E, p, q), with p contiguous if ``column_major``, else q."""
-    _, p, q = shape
-    return like.new_empty_strided(shape, (p * q, 1, p) if column_major else (p * q, q, 1))

@@ -15,10 +15,10 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import GemmOperand
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Weight
 from tilemoe.kernels.experts.hopper import configs, host, serves
 from tilemoe.kernels.experts.hopper.configs import TILES, is_faster, tile_of
-from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, has_aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.descriptors import can_describe, can_describe_rows

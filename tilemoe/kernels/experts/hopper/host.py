@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.configs import (
     ADDED_N,

@@ -4,7 +4,7 @@ layers, read e4m3 operands; the rest is the Hopper backend's.
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x and do are quantised once per token (not per row) in each operator that reads them, a in up_proj's epilogue, dh for
-up_proj_dgrad and again for up_proj_wgrad; weights are quantised and cached by `triton_fp8.operands`. A weight gradient
+up_proj_dgrad and again for up_proj_wgrad; weights are quantised and cached by `triton.quantize`. A weight gradient
 that TMA cannot describe, a buffer not aligned to 16 bytes, is left to the portable kernel, which reads unquantised
 operands.
 """
@@ -19,16 +19,17 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.config import quantizes_wgrad
-from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, why_not_quantized
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend, describable_weight
 from tilemoe.kernels.experts.hopper_fp8 import host
-from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import Kernel
+from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_blocks, quantized_rows, row_weight
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_blocks, quantized_rows, row_weight
-from tilemoe.kernels.experts.triton_fp8.wgrad import wgrad_operands
+from tilemoe.kernels.experts.triton.transpose import wgrad_operands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 

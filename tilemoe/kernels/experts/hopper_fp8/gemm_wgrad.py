@@ -1,7 +1,7 @@
 """down_proj_wgrad and up_proj_wgrad with FP8 operands, ``out_e = A_e^T B_e`` contracted over the expert's rows, from
 transposed copies.
 
-E experts · p, q widths of A and B · c width of a slice of A · L room along the rows, laid out by `triton_fp8.wgrad`
+E experts · p, q widths of A and B · c width of a slice of A · L room along the rows, laid out by `triton.transpose`
 BM x BN tile of (c, q) · BK k-block: 128 rows, as 64 elements of 16 bits · G CTAs
 
 Cooperative (see `hopper.pipeline`), both operands K-major and by TMA: one warp is the producer. Tile order, epilogue
@@ -54,7 +54,7 @@ def transposed_producer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, start, end, first, col = weight_tile_coords(index, total, width, q, row_start_of_expert, BN)
         steps = gl.cdiv(end - start, BLOCK)
-        place = (start // BLOCK + expert) * BK  # as `triton_fp8.wgrad.first_block`
+        place = (start // BLOCK + expert) * BK  # as `triton.transpose.first_block`
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, first, col, steps)
         if steps == 0:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, scales_of
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, WARPGROUP_M, TileConfig
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor
@@ -28,11 +29,9 @@ from tilemoe.kernels.experts.hopper.host import (
 from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_wgrad import gemm_transposed_kernel
-from tilemoe.kernels.experts.quantize import BLOCK, ROWS
 from tilemoe.kernels.experts.triton.host import dact_outputs, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
-from tilemoe.kernels.experts.triton_fp8.operands import scales_of
-from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
+from tilemoe.kernels.experts.triton.transpose import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid

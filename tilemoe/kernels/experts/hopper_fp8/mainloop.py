@@ -23,6 +23,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilemoe.kernels.experts.formats.fp8 import BLOCK as _BLOCK
+from tilemoe.kernels.experts.formats.fp8 import LARGEST as _LARGEST
+from tilemoe.kernels.experts.formats.fp8 import SMALLEST_SCALE as _SMALLEST_SCALE
 from tilemoe.kernels.experts.hopper.gemm_gather_act import load_tokens
 from tilemoe.kernels.experts.hopper.gluon_compat import reinterpret
 from tilemoe.kernels.experts.hopper.pipeline import (
@@ -36,9 +39,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     halves,
     store_slice,
 )
-from tilemoe.kernels.experts.quantize import BLOCK as _BLOCK
-from tilemoe.kernels.experts.quantize import LARGEST as _LARGEST
-from tilemoe.kernels.experts.quantize import SMALLEST_SCALE as _SMALLEST_SCALE
 
 BLOCK = gl.constexpr(_BLOCK)  # columns of half a tile, and FP8 values of a k-block
 LARGEST = gl.constexpr(_LARGEST)

@@ -10,19 +10,6 @@ from torch import Tensor
 
 from tilemoe.activations import REGISTRY, ActivationSpec
 
-_BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
-
-
-def row_blocks(h: Tensor) -> list[slice]:
-    """Row slices for element-wise work on ``h`` (R, .): cache-sized in eager mode on a CPU, else one slice.
-
-    What that gains: docs/lab/cpu.md.
-    """
-    if h.device.type != "cpu" or torch.compiler.is_compiling():
-        return [slice(0, h.shape[0])]  # a loop would tie the traced graph to this number of rows
-    step = max(1, _BLOCK_BYTES // (4 * h.shape[1]))
-    return [slice(start, min(start + step, h.shape[0])) for start in range(0, h.shape[0], step)]
-
 
 def split_gate_up(h: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     """Views of the gate and up columns, (R, n) each, of a gated ``h`` (R, 2n)."""

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
-from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
-from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype, row_blocks
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
+from tilemoe.kernels.experts.formats.operand import Weight
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.plan import RoutingPlan
 

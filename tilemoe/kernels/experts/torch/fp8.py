@@ -20,15 +20,8 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.config import quantizes_wgrad
-from tilemoe.kernels.experts.base import GemmOperand
-from tilemoe.kernels.experts.quantize import (
-    LARGEST,
-    ROWS,
-    SMALLEST_SCALE,
-    WEIGHTS,
-    quantize,
-    why_not_quantized,
-)
+from tilemoe.kernels.experts.formats.fp8 import LARGEST, ROWS, SMALLEST_SCALE, WEIGHTS, quantize, why_not_quantized
+from tilemoe.kernels.experts.formats.operand import GemmOperand
 from tilemoe.kernels.experts.torch.backend import TorchBackend, rows_dot_bias, rows_to_pairs
 from tilemoe.kernels.experts.torch.grouped import expert_of_row
 from tilemoe.plan import RoutingPlan

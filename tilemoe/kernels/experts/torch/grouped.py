@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
+from tilemoe.kernels.experts.formats.operand import Weight
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.device import has_fast_gemm
 

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand, empty_weight_grad
-from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
-from tilemoe.kernels.experts.quantize import BLOCK
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats.dense import empty_weight_grad
+from tilemoe.kernels.experts.formats.fp8 import BLOCK
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, Weight
 from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
+from tilemoe.kernels.experts.triton.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import dequantized_rows, quantized_blocks, why_no_e4m3
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, why_no_triton
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.experts.nf4 import BLOCK, CODES, Nf4Weight
+from tilemoe.kernels.experts.formats.nf4 import BLOCK, CODES, Nf4Weight
 from tilemoe.kernels.experts.triton.configs import choose_nf4_tile, nf4_registers
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks, needs_int64
 from tilemoe.kernels.experts.triton.operands import (

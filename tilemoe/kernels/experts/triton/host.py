@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.triton.configs import (
     MIN_BLOCK,
     WIDTH_MULTIPLE,

@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.experts.quantize import BLOCK
+from tilemoe.kernels.experts.formats.fp8 import BLOCK
+from tilemoe.kernels.experts.triton.quantize import quantized_rows, rounded, scale_for
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows
-from tilemoe.kernels.experts.triton_fp8.quantize import rounded, scale_for
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import Launch, ceil_div

@@ -10,7 +10,6 @@ bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,9 +64,7 @@ class Nf4Weight:
         """``parts``, in units of elements that each hold ``values`` values along the blocks."""
         if len(parts) <= self.blocked:
             return parts
-        part = parts[self.blocked]
-        bounds = [None if at is None else -(-at // values) for at in (part.start, part.stop)]
-        return (*parts[: self.blocked], slice(*bounds), *parts[self.blocked + 1 :])
+        return (*parts[: self.blocked], blocks_of(parts[self.blocked], values), *parts[self.blocked + 1 :])
 
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         """An expert's matrix (p, q): codes times scales in fp32, rounded once to ``dtype``."""
@@ -81,7 +78,10 @@ class Nf4Weight:
         return matrix if self.blocked == 2 else matrix.t()
 
 
-Weight: TypeAlias = Tensor | Nf4Weight
+def blocks_of(part: slice, size: int) -> slice:
+    """``part``, in units of blocks of ``size``."""
+    start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
+    return slice(start, stop)
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
-"""`tilemoe.kernels.experts.quantize` on a GPU: ``data = e4m3(value / scale)``, ``scale`` = largest of the block / 448.
+"""`formats.fp8` on a GPU: ``data = e4m3(value / scale)``, ``scale`` = largest of the block / 448.
 
 E experts · R rows · blocks of 1 x 128 or whole rows (rows), of 128 x 128 or whole rows (weights)
 
 Memory-bound and not persistent: a CTA quantises 4096 values of rows, or one longer block of a row; one block or 64
 rows of a weight. Also the way back, and rows packed with their scales into int32 words.
+
+Rows are quantised in each call, weights once for each block, and kept until they change (`formats.fp8.kept`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,17 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.quantize import (
+from tilemoe.kernels.experts.formats.fp8 import (
     BLOCK,
     LARGEST,
     SMALLEST_SCALE,
     WEIGHTS,
+    kept,
     packed_operand,
+    weight_block,
     words_of_row,
 )
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.launching import launch_of
-from tilemoe.runtime.device import device_of
+from tilemoe.runtime.device import device_of, gpu
 from tilemoe.runtime.launch import Launch, ceil_div
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -33,6 +37,61 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _VALUES = 32 * BLOCK  # of rows, per CTA: 8 KB in 16 bits
 _MOST_VALUES_OF_4_WARPS = 16384  # beyond, registers spill
 _LINES = 64  # rows of a weight per CTA
+_MIN_CAPABILITY = 89  # Ada is the first with instructions that multiply e4m3 and convert to it
+
+
+def why_no_e4m3(device: torch.device) -> str | None:
+    """Why the kernels cannot use e4m3 on this device; None if they can."""
+    if device.type == "cuda" and gpu(device.index or 0).capability < _MIN_CAPABILITY:
+        return f"e4m3 needs compute capability {_MIN_CAPABILITY / 10}"
+    return None
+
+
+def quantized_rows(rows: Tensor | Operand) -> Operand:
+    """``rows`` (R, p), each row contiguous, quantised with one scale per row; an `Operand` is returned as it is."""
+    return rows if isinstance(rows, Operand) else quantized_blocks(rows, rows.shape[1])
+
+
+def quantized_blocks(rows: Tensor, width: int) -> Operand:
+    """``rows`` (R, p), each row contiguous, quantised with a scale for each ``width`` elements of a row."""
+    launch, operand = rows_launch(rows, width)
+    if rows.shape[0]:
+        launch.run()
+    return operand
+
+
+def dequantized_rows(rows: Operand) -> Tensor:
+    """Values (R, p) of what `quantized_rows` or `quantized_blocks` made, in the dtype that was quantised."""
+    launch, values = dense_rows_launch(rows)
+    if values.shape[0]:
+        launch.run()
+    return values
+
+
+def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
+    """``weight`` (E, p, q) with a scale for each line along dimension ``contracted``, 1 or 2, and contiguous along it.
+
+    For up_proj, down_proj_dgrad and up_proj_dgrad. Kept until it changes; an `Operand` is returned as it is.
+    """
+    return weight if isinstance(weight, Operand) else kept(weight, weight_block(weight, contracted), quantized_weight)
+
+
+def block_weight(weight: Tensor | Operand) -> Operand:
+    """``weight`` (E, p, q) with a scale for each 128 x 128, contiguous: for down_proj. Kept as `row_weight`'s."""
+    return weight if isinstance(weight, Operand) else kept(weight, WEIGHTS, quantized_weight)
+
+
+def quantized_weight(weight: Tensor, block: tuple[int, int]) -> Operand:
+    """``weight`` (E, p, q) of any strides quantised in blocks of 128 x 128 or of whole lines, contiguous along them."""
+    if block == WEIGHTS:
+        launch, operand = block_weight_launch(weight)
+    elif block[0] == 1:
+        launch, operand = row_weight_launch(weight)
+    else:
+        launch, transposed = row_weight_launch(weight.transpose(1, 2))
+        operand = transposed.transposed()
+    launch.run()
+    return operand
 
 
 def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None = None) -> tuple[Launch, Operand]:
@@ -55,7 +114,7 @@ def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None =
 
 
 def pack_rows(rows: Tensor) -> Tensor:
-    """As `tilemoe.kernels.experts.quantize.pack_rows`."""
+    """As `tilemoe.kernels.experts.formats.fp8.pack_rows`."""
     device_of(rows)
     words = rows.new_empty(rows.shape[0], words_of_row(rows.shape[1]), dtype=torch.int32)
     if rows.shape[0]:
@@ -65,12 +124,9 @@ def pack_rows(rows: Tensor) -> Tensor:
 
 
 def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tilemoe.kernels.experts.quantize.unpack_rows`."""
+    """As `tilemoe.kernels.experts.formats.fp8.unpack_rows`."""
     device_of(words)
-    launch, values = dense_rows_launch(packed_operand(words, dtype))
-    if values.shape[0]:
-        launch.run()
-    return values
+    return dequantized_rows(packed_operand(words, dtype))
 
 
 def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:

@@ -1,4 +1,4 @@
-"""Quantisation to FP8 (e4m3) with one scale per block, in PyTorch: ``value = data * scale``.
+"""FP8 (e4m3) with one scale per block, ``value = data * scale``: quantised in PyTorch, and what is kept of weights.
 
 For up_proj, down_proj_dgrad and up_proj_dgrad a block is a row of x, do or dh, or all of a weight that makes one
 column of the product; for down_proj it is 1 x 128 of a or 128 x 128 of w2; for down_proj_wgrad and up_proj_wgrad,
@@ -15,13 +15,21 @@ subnormal (0.014 in fp16, 2e-35 in bf16). There e4m3 is the finer one, and a val
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.config import FP8_BLOCK
-from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.torch.activations import row_blocks
+from tilemoe.kernels.experts.formats.dense import row_blocks
+from tilemoe.kernels.experts.formats.operand import Operand
+from tilemoe.runtime.precompile import withholds_values
+from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
 BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
@@ -93,3 +101,75 @@ def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:
         if width % BLOCK:
             return f"{name} is not a multiple of {BLOCK}"
     return None
+
+
+def weight_block(weight: Tensor, contracted: int) -> tuple[int, int]:
+    """The block of a weight (E, p, q) that has a scale for each line along dimension ``contracted``, 1 or 2."""
+    return (1, weight.shape[2]) if contracted == 2 else (weight.shape[1], 1)
+
+
+def scales_of(weight: Operand) -> Literal["rows", "blocks"]:
+    """Whether a weight has a scale for each line (`weight_block`) or for each 128 x 128."""
+    return "blocks" if weight.block == WEIGHTS else "rows"
+
+
+class _Kept(NamedTuple):
+    """A cache entry: a weight's operands by block, with its version and address and the stream when they were made."""
+
+    version: int
+    address: int
+    stream: int
+    operands: dict[tuple[int, int], Operand]
+
+
+Quantize = Callable[[Tensor, tuple[int, int]], Operand]  # of a weight (E, p, q), in blocks
+# For a single process: an entry lives as long as its weight, and is valid while the version counter is unchanged.
+_KEPT = WeakTensorKeyDictionary()
+
+
+def kept(weight: Tensor, block: tuple[int, int], make: Quantize) -> Operand:
+    """``weight`` (E, p, q) as ``make`` quantises it in blocks of ``block``.
+
+    It is cached until PyTorch's version counter says that the weight was written to, which the optimiser's step
+    advances and a write through ``.data`` does not. With several processes it is cached only within
+    `weights_unchanged`.
+    """
+    from tilemoe.runtime.launch_trace import recorder  # here, because it imports Triton
+
+    find, watcher = partial(_data_and_scale, block=block, make=make), recorder()
+    data, scale = find(weight) if watcher is None or _cache(weight) is None else watcher.kept(find, weight)
+    return Operand(data, scale, block, weight.dtype)
+
+
+def _data_and_scale(weight: Tensor, block: tuple[int, int], make: Quantize) -> tuple[Tensor, Tensor]:
+    """(data, scale) from the cache, or quantised now."""
+    cache = _cache(weight)
+    if cache is None:
+        operand = make(weight, block)
+        return operand.data, operand.scale
+    entry, now = cache.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
+    operands = entry.operands if entry is not None and entry[:3] == now else {}
+    if block not in operands:
+        # A new dict: a withheld launch has written nothing, and its operands must not get into the cache.
+        operands = operands | {block: make(weight, block)}
+        if not withholds_values():
+            cache[weight] = _Kept(*now, operands)
+    operand = operands[block]
+    return operand.data, operand.scale
+
+
+def _stream_of(weight: Tensor) -> int:
+    """The current stream: an entry is valid on the stream that made it only, since no other waits for it."""
+    # torch.cuda.current_stream would make an object in each call.
+    return torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
+
+
+def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
+    """The cache that may hold this weight's operands; None where the version counter does not show every change.
+
+    With several processes (FSDP's all-gather does not advance the counter) it is that of `weights_unchanged`, if one is
+    open. No cache while a CUDA graph is captured: each replay is to quantise anew.
+    """
+    if not weight.is_leaf or weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return cache_of_unchanged_weights() if dist.is_available() and dist.is_initialized() else _KEPT
