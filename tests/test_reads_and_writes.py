@@ -34,7 +34,8 @@ IN_NEW_FOLDERS = {
     "data/shards.py": {"append", "write_index"},
     "integrations/peft.py": {"save_adapter"},
     "models/huggingface.py": {"_write_json", "_write_shards"},
-    "train/checkpoints/folder.py": {"publish", "save_checkpoint", "write_sums"},
+    "models/sums.py": {"write_sums"},
+    "train/checkpoints/folder.py": {"publish", "save_checkpoint"},
     "train/job/agreement.py": {"_problem", "require_shared"},
 }
 # Whoever runs it says where its figures and records go.

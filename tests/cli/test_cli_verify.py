@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tilemoe.train.checkpoints import folder as checkpoints
-from tilemoe.train.checkpoints.folder import file_entries
+from tilemoe.models.sums import file_entries, manifest_of
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.restore import restore
 
@@ -30,7 +29,7 @@ def whole(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     tensors = {f"model.{name}": tensor for name, tensor in restore(alone, "cpu").model.state_dict().items()}
     dcp.save(tensors, checkpoint_id=str(job), no_dist=True)
     shutil.copy(alone / "state.json", job)
-    (job / "manifest.json").write_bytes(checkpoints._manifest(file_entries(job.iterdir())))
+    (job / "manifest.json").write_bytes(manifest_of(file_entries(job.iterdir())))
     assert main(["export", "--checkpoint", str(alone), "--out", str(export)]) == 0
     return {"one process": alone, "a job": job, "export": export}
 
@@ -81,7 +80,7 @@ def copy_as_of(checkpoint: Path, path: Path, step: int) -> None:
     state = json.loads((path / "state.json").read_bytes())
     (path / "state.json").write_text(json.dumps(state | {"step": step}))
     files = [file for file in path.iterdir() if file.name != "manifest.json"]
-    (path / "manifest.json").write_bytes(checkpoints._manifest(file_entries(files)))
+    (path / "manifest.json").write_bytes(manifest_of(file_entries(files)))
 
 
 def test_each_checkpoint_of_a_run(whole: dict[str, Path], tmp_path: Path, run: Run) -> None:

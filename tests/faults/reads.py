@@ -19,8 +19,7 @@ from tilemoe.data import load_tokenizer, open_corpus, prepare
 from tilemoe.data import shards as token_shards
 from tilemoe.data.conversations import read_examples
 from tilemoe.models.huggingface import load_hf
-from tilemoe.train.checkpoints import folder as checkpoints
-from tilemoe.train.checkpoints.folder import file_entries
+from tilemoe.models.sums import file_entries, manifest_of
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import load_recipe
@@ -57,7 +56,7 @@ def _checkpoint_of(kind: str) -> Callable[[Path, Path], object]:
 def _sign_manifest(folder: Path) -> None:
     path = folder / "step_00000001"
     files = [file for file in path.iterdir() if file.is_file() and file.name != "manifest.json"]
-    (path / "manifest.json").write_bytes(checkpoints._manifest(file_entries(files)))
+    (path / "manifest.json").write_bytes(manifest_of(file_entries(files)))
 
 
 def _sign_index(folder: Path) -> None:

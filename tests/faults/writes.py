@@ -19,8 +19,9 @@ from tilemoe.cli import export
 from tilemoe.data import Prepared, Tokenizer, load_tokenizer, prepare
 from tilemoe.data.chat_template import ChatTemplate
 from tilemoe.models.huggingface import whole_parameters
+from tilemoe.models.sums import checked
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
-from tilemoe.train.checkpoints.folder import TrainState, find_latest, require_sums, save_checkpoint
+from tilemoe.train.checkpoints.folder import TrainState, find_latest, save_checkpoint
 from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
@@ -215,10 +216,10 @@ def _exported(corpus: Path, *options: str) -> Write:
     def read(folder: Path) -> Any:
         if not (folder / "out").exists():
             return None
-        require_sums(folder / "out")
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / "out").iterdir()}
-        whole = [] if options else whole_parameters(folder / "out", recipe.model)
-        return files, digest(whole), load_tokenizer(str(folder / "out" / "tokenizer.json")).fingerprint
+        with checked(folder / "out"):
+            whole = digest([] if options else whole_parameters(folder / "out", recipe.model))
+        return files, whole, load_tokenizer(str(folder / "out" / "tokenizer.json")).fingerprint
 
     def again(folder: Path) -> None:
         if read(folder) is None:

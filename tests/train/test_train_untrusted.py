@@ -23,11 +23,10 @@ from tilemoe.data import load_tokenizer, open_corpus
 from tilemoe.models.folder import read_config
 from tilemoe.models.hf_config import hf_config_dict
 from tilemoe.models.presets import model_preset
+from tilemoe.models.sums import _digest, canonical, file_entries, manifest_of
 from tilemoe.testing import assert_equal
-from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
-    file_entries,
     open_checkpoint,
 )
 from tilemoe.train.checkpoints.metadata import describe
@@ -85,7 +84,7 @@ def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, is_verified:
         ({name: entry for name, entry in entries.items() if name != "model.safetensors"}, "model.safetensors is not"),
         (entries | {"../manifest.json": entries["state.json"]}, outside),
     ):
-        (checkpoint / "manifest.json").write_bytes(checkpoints._manifest(listed))
+        (checkpoint / "manifest.json").write_bytes(manifest_of(listed))
         with raises_one_line(message, CheckpointError):
             open_checkpoint(checkpoint, verify=is_verified)
 
@@ -200,7 +199,7 @@ def test_a_manifest_says_where_tensors_are(sharded: Path, told: dict[str, Any], 
     assert torch.equal(torch.get_rng_state(), torch.manual_seed(7).get_state())
     content = json.loads((sharded / "manifest.json").read_bytes())
     content["tensors"]["model.norm.weight"]["dtype"] = "float16"
-    (sharded / "manifest.json").write_bytes(checkpoints._canonical(content))
+    (sharded / "manifest.json").write_bytes(canonical(content))
     with raises_one_line(r"manifest\.json does not match its checksum"):
         open_checkpoint(sharded)
 
@@ -302,7 +301,7 @@ def test_an_archive_that_describes_another_tensor(sharded: Path, told: dict[str,
 
 @pytest.mark.parametrize("files", [None, [], ["state.json"], "state.json", 3, {}])
 def test_a_manifest_that_lists_no_files(checkpoint: Path, files: Any) -> None:
-    (checkpoint / "manifest.json").write_bytes(checkpoints._manifest(files))
+    (checkpoint / "manifest.json").write_bytes(manifest_of(files))
     with raises_one_line("is damaged: .*manifest.json", CheckpointError):
         open_checkpoint(checkpoint)
     for content in (b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"\xff", b'{"files":{},"sha256":null}'):
@@ -341,7 +340,7 @@ def test_no_wrong_type_anywhere_is_a_traceback(
                 (sharded / name).write_text(json.dumps(whole))
                 sign(sharded, told)
             else:
-                (sharded / name).write_bytes(checkpoints._canonical(whole | {"sha256": checkpoints._digest(whole)}))
+                (sharded / name).write_bytes(canonical(whole | {"sha256": _digest(whole)}))
             told_of = ""
             try:
                 opened = open_checkpoint(sharded, verify=name == "state.json")

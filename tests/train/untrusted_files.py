@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tilemoe.data import load_tokenizer
-from tilemoe.train.checkpoints import folder as checkpoints
-from tilemoe.train.checkpoints.folder import TrainState, file_entries, save_checkpoint
+from tilemoe.models.sums import file_entries, manifest_of
+from tilemoe.train.checkpoints.folder import TrainState, save_checkpoint
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
@@ -30,7 +30,7 @@ def write_checkpoint(recipe: Recipe) -> Path:
 def sign(path: Path, tensors: Any = None) -> None:
     """Make the manifest list what is in the folder, and where a job's tensors are."""
     (path / "manifest.json").unlink()
-    (path / "manifest.json").write_bytes(checkpoints._manifest(file_entries(path.iterdir()), tensors))
+    (path / "manifest.json").write_bytes(manifest_of(file_entries(path.iterdir()), tensors))
 
 
 def write_sharded(recipe: Recipe, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Path:

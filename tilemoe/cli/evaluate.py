@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from tilemoe.checks import require_int
 from tilemoe.cli.parsing import parse
 from tilemoe.models.folder import find_folder, hf_tokenizer, is_hf, read_config
+from tilemoe.models.sums import sums_line
 from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.config import DataConfig, default_cache_dir
 
@@ -128,6 +130,8 @@ def _of_transformers(folder: Path, options: EvalOptions) -> Subject:
     default = DataConfig(min(_SEQ_LEN, longest), _BATCH_SIZE, tokenizer=tokenizer)
     settings = options.settings(default, longest)
     model, _ = restore_model(folder, options.device)
+    if line := sums_line(folder):
+        print(f"note: {line}", file=sys.stderr)
     data = prepare_data(settings, tokenizer)
     return Subject(folder, model, data, settings, options.precision or "fp32")
 

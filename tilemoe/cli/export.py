@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from tilemoe.data.files import staged_folder
     from tilemoe.models.hf_config import export_line
-    from tilemoe.train.checkpoints.folder import write_sums
+    from tilemoe.models.sums import write_sums
     from tilemoe.train.checkpoints.restore import restore
 
     restored = restore(expand_user(options.checkpoint), "cpu")

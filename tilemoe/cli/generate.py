@@ -36,11 +36,15 @@ def run(arguments: Sequence[str]) -> None:
     options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt, or answer it.")
 
     from tilemoe.data.chat_template import ChatEncoder
-    from tilemoe.models.folder import find_folder
+    from tilemoe.models.folder import find_folder, is_hf
+    from tilemoe.models.sums import sums_line
     from tilemoe.train.checkpoints.restore import restore_model
     from tilemoe.train.sample import continue_text
 
-    model, tokenizer = restore_model(find_folder("--checkpoint", options.checkpoint), options.device)
+    folder = find_folder("--checkpoint", options.checkpoint)
+    model, tokenizer = restore_model(folder, options.device)
+    if is_hf(folder) and (line := sums_line(folder)):
+        print(f"note: {line}", file=sys.stderr)
     if options.chat and tokenizer.chat_template is None:
         raise ValueError(
             "--chat: the checkpoint has no chat template; fine-tune it with --data.format chat, or omit it"

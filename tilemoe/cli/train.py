@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
-from tilemoe.models.folder import find_folder
+from tilemoe.models.folder import find_folder, is_hf
 from tilemoe.models.hf_config import import_line
+from tilemoe.models.sums import sums_line
 from tilemoe.train.config import (
     DataConfig,
     LoRAConfig,
@@ -78,6 +79,8 @@ def _run(arguments: Sequence[str], job: Job) -> None:
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     if job.is_first and init_from is not None and checkpoint is None:
         print(f"starting from the weights in {init_from}")
+        if is_hf(init_from) and (line := sums_line(init_from)):
+            print(f"note: {line}", file=sys.stderr)
     if job.is_first and (line := import_line(recipe.model)):
         print(f"note: {line}")
     is_theirs = bool(resume) and known.recipe is None and not _is_given("--data.cache-dir", overrides)

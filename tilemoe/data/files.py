@@ -32,12 +32,12 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def read_text(path: Path) -> str:
-    """The text of a file of UTF-8, read whole. OSError: as `open_regular`, or it is too large."""
+def read_text(path: Path, largest: int = _LARGEST) -> str:
+    """The text of a file of UTF-8 of at most ``largest`` bytes. OSError: as `open_regular`, or it is larger."""
     with open_regular(path) as file:
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise OSError(errno.EFBIG, f"it has more than {_LARGEST >> 20} MiB", str(path))
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest >> 20} MiB", str(path))
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
 
 

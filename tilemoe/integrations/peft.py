@@ -27,6 +27,7 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import read_settings
 from tilemoe.models.hf_config import hf_config_dict
 from tilemoe.models.huggingface import Piece, pieces
+from tilemoe.models.sums import checked
 
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every name in PEFT's file
@@ -107,7 +108,8 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
 
     A model without adapters is frozen and gets them, in the dtype of the folder's. One that has some, on experts in NF4
     say, must have the same. Routers and norms that the folder has whole replace the model's, and train. Not looked at
-    are the base that the folder names, and ``lora_dropout``, which our adapters do not have. Only safetensors are read.
+    are the base that the folder names, and ``lora_dropout``, which our adapters do not have. Only safetensors are read,
+    and the files of an export are compared to its checksums.
 
     Raises:
         ValueError: peft is not installed, a file is missing or damaged, transformers has no place for the model, the
@@ -132,10 +134,11 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
     path = require_path("folder", folder)
     if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model is without memory or shared by processes; load adapters before tilemoe.parallelize")
-    asked = _asked(path / SETTINGS_FILE, model, require_peft())
-    links = {link.theirs: link for link in _links(asked)}
-    shapes = {name: link.in_their_order(asked.get_parameter(link.ours)).shape for name, link in links.items()}
-    tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
+    with checked(path):
+        asked = _asked(path / SETTINGS_FILE, model, require_peft())
+        links = {link.theirs: link for link in _links(asked)}
+        shapes = {name: link.in_their_order(asked.get_parameter(link.ours)).shape for name, link in links.items()}
+        tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
     if not _adapted(model):
         first = next(iter(_adapted(asked).values()))
         dtype = next(tensor.dtype for name, tensor in tensors.items() if ".lora_" in name)

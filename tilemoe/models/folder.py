@@ -13,6 +13,7 @@ from tilemoe.config import ModelConfig
 from tilemoe.data.files import read_text
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_config import config_from_hf
+from tilemoe.models.sums import SUMS_FILE
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 _HUB_NAME = r"[\w.-]+/[\w.-]+"
@@ -45,8 +46,8 @@ def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Pa
 
 
 def is_hf(folder: Path) -> bool:
-    """Whether ``folder`` is a model folder of transformers, not one of ours."""
-    return (folder / CONFIG_FILE).exists()
+    """Whether ``folder`` is a model folder of transformers, such as an export, not a checkpoint of ours."""
+    return (folder / CONFIG_FILE).exists() or (folder / SUMS_FILE).exists()
 
 
 def read_config(folder: Path) -> ModelConfig:

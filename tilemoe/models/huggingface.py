@@ -29,6 +29,7 @@ from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import CONFIG_FILE, find_folder, read_config
 from tilemoe.models.hf_config import ARCHITECTURES, IN_BF16, Architecture, export_line, hf_config_dict, import_line
+from tilemoe.models.sums import checked, sums_line
 from tilemoe.runtime.tensors import require_factory
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -148,7 +149,8 @@ def load_hf(
     """The model of a folder that ``save_hf`` or transformers wrote, or of a name on the hub, as of ``--init-from``.
 
     ``dtype`` None: torch's default floating dtype. Memory holds at most one of the folder's tensors besides the model:
-    each is copied into its parameter as it is read. A warning says if transformers adds no auxiliary loss in training.
+    each is copied into its parameter as it is read. The files of an export are compared to its checksums meanwhile.
+    Warnings say if there are no checksums, and if transformers adds no auxiliary loss in training.
 
     Raises:
         ValueError: a file is missing or damaged, or `DecoderLM` does not implement the checkpoint's model.
@@ -163,14 +165,16 @@ def load_hf(
         torch.Size([64, 32])
     """
     require_factory(device, dtype, FLOAT_DTYPES)
-    model = read_model(find_folder("folder", str(require_path("folder", folder))), device, dtype)
-    if line := import_line(model.config):
+    path = find_folder("folder", str(require_path("folder", folder)))
+    with checked(path):
+        model = read_model(path, device, dtype)
+    for line in filter(None, (import_line(model.config), sums_line(path))):
         warnings.warn(line, stacklevel=2)
     return model
 
 
 def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype | None) -> DecoderLM:
-    """`load_hf` of a folder, without its warnings."""
+    """`load_hf` of a folder, without its warnings and unchecked."""
     config = read_config(path)
     require_weights(path, config)
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")

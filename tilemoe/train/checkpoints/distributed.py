@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tilemoe.data.tokenizer import Tokenizer
+from tilemoe.models.sums import file_entries
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
     drop_old,
-    file_entries,
     open_checkpoint,
     publish,
     state_json,

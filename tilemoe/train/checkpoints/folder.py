@@ -16,7 +16,6 @@ A checkpoint is written under a temporary name, synced, and renamed. No pickle i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import warnings
@@ -32,10 +31,11 @@ from torch import nn
 
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tilemoe.data.files import fsync, sha256_file
+from tilemoe.data.files import fsync, read_text
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.layers.lora import adapter_names
 from tilemoe.models.folder import require_bytes
+from tilemoe.models.sums import Entries, canonical, file_entries, manifest_of, read_manifest, require_files
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
     delete_files,
@@ -60,7 +60,6 @@ from tilemoe.train.optim import optimizer_tensors
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
-SUMS_FILE = "checksums.json"  # the manifest of an export
 FORMAT = 1
 _READ = frozenset(  # by their own names
     {METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE}
@@ -125,7 +124,7 @@ def publish(
         tokenizer.save(temporary / TOKENIZER_FILE)
     unhashed = (path for path in temporary.iterdir() if path.name not in {MARK_FILE, *hashed})
     entries = hashed | file_entries(unhashed)
-    (temporary / MANIFEST_FILE).write_bytes(_manifest(entries, tensors))
+    (temporary / MANIFEST_FILE).write_bytes(manifest_of(entries, tensors))
     mode = (temporary / STATE_FILE).stat().st_mode
     for path in temporary.iterdir():
         path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
@@ -181,15 +180,10 @@ def set_aside(paths: Iterable[Path]) -> list[Path]:
     return moved
 
 
-def _canonical(value: Any) -> bytes:
-    """Canonical JSON: the same value always gives the same bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
 def state_json(state: TrainState) -> bytes:
     """Content of STATE_FILE, with this process' random-number states."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return _canonical(
+    return canonical(
         {
             "format": FORMAT,
             "recipe": to_dict(state.recipe),
@@ -203,21 +197,6 @@ def state_json(state: TrainState) -> bytes:
             "rng_cuda": [generator.numpy().tobytes().hex() for generator in cuda],
         }
     )
-
-
-def file_entries(paths: Iterable[Path]) -> dict[str, Any]:
-    """The manifest entries of these files: size and SHA-256, by name."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
-
-
-def _manifest(entries: dict[str, Any], tensors: dict[str, Any] | None = None) -> bytes:
-    content = {"files": entries} if tensors is None else {"files": entries, "tensors": tensors}
-    return _canonical(content | {"sha256": _digest(content)})
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Of a manifest without its sum; one without tensors is that of older releases, too."""
-    return hashlib.sha256(_canonical(content if "tensors" in content else content["files"])).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -333,7 +312,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     try:
         files, tensors = _read_manifest(path)
         if verify:
-            _require_files(path, files)
+            require_files(path, files)
     except ValueError as damage:
         raise _damaged(path, str(damage)) from None
     unlisted = sorted(name for name in _READ - files.keys() if (path / name).exists())
@@ -342,7 +321,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
             f"checkpoint {path} is not to be trusted: {unlisted[0]} is not listed in {MANIFEST_FILE}; remove that file"
         )
     try:
-        data = json.loads((path / STATE_FILE).read_bytes())
+        data = json.loads(read_text(path / STATE_FILE))
     except (ValueError, RecursionError):
         raise _damaged(path, f"{STATE_FILE} is not JSON") from None
     _require_state(path, data)
@@ -374,76 +353,21 @@ def _require_state(path: Path, data: Any) -> None:
         raise _damaged(path, f"{STATE_FILE} has no such step or seconds")
 
 
-def _read_sums(path: Path, sums: str) -> dict[str, Any]:
-    """A manifest; ValueError where it is missing or changed, or its ``files`` are no table of files of the folder."""
-    if not (path / sums).is_file():
-        raise ValueError(f"{sums} is missing")
-    raw = (path / sums).read_bytes()
-    try:
-        manifest: dict[str, Any] = json.loads(raw)
-        sha256 = manifest["sha256"]
-        intact = _canonical(manifest) == raw and _digest({k: v for k, v in manifest.items() if k != "sha256"}) == sha256
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{sums} does not match its checksum")
-    if not isinstance(manifest["files"], dict):
-        raise ValueError(f"{sums} lists no files")
-    for name, entry in manifest["files"].items():
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise ValueError(f"{sums} lists {name!r}, which is not in the folder")
-        fields = entry if isinstance(entry, dict) else {}
-        if type(fields.get("bytes")) is not int or fields["bytes"] < 0 or not isinstance(fields.get("sha256"), str):
-            raise ValueError(f"{sums} gives no size and SHA-256 of {name!r}")
-    return manifest
-
-
-def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], Any]:
+def _read_manifest(path: Path) -> tuple[Entries, Any]:
     """What a checkpoint's says of each file, and of a job's tensors; ValueError where one that it needs is not listed,
     too.
     """
-    manifest = _read_sums(path, MANIFEST_FILE)
-    files: dict[str, dict[str, Any]] = manifest["files"]
+    manifest = read_manifest(path / MANIFEST_FILE)
+    files: Entries = manifest["files"]
     needed = {STATE_FILE} if METADATA_FILE in files else {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE}
     if needed - files.keys():
         raise ValueError(f"{min(needed - files.keys())} is not listed in {MANIFEST_FILE}")
     return files, manifest.get("tensors")
 
 
-def _require_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """ValueError where a file is missing or not what the manifest says of it."""
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"{name} is missing")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
-        if sha256_file(file) != expected["sha256"]:
-            raise ValueError(f"{name} does not match its checksum")
-
-
-def write_sums(folder: Path) -> None:
-    """List size and SHA-256 of the files of a folder that is no checkpoint, such as an export, for `require_sums`."""
-    (folder / SUMS_FILE).write_bytes(_manifest(file_entries(folder.iterdir())))
-
-
-def require_sums(folder: Path) -> None:
-    """ValueError where a file of the folder is missing, changed or, of a kind that is read, not listed."""
-    try:
-        files = _read_sums(folder, SUMS_FILE)["files"]
-        _require_files(folder, files)
-    except ValueError as damage:
-        raise ValueError(f"{folder} is damaged: {damage}; export it again") from None
-    read = (path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    unlisted = sorted(set(read) - files.keys() - {SUMS_FILE})
-    if unlisted:
-        raise ValueError(f"{folder} is not to be trusted: {unlisted[0]} is not listed in {SUMS_FILE}; remove that file")
-
-
 def _is_intact(path: Path) -> bool:
     try:
-        _require_files(path, _read_manifest(path)[0])
+        require_files(path, _read_manifest(path)[0])
     except ValueError:
         return False
     return True

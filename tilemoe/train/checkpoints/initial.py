@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.huggingface import require_weights, whole_parameters
+from tilemoe.models.sums import checked, require_settings
 from tilemoe.train.checkpoints.folder import resolve_checkpoint
 from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.checkpoints.sharded_state import copy_part
@@ -23,8 +24,13 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
     Its sequences are at most as long as the model's.
     """
     if is_hf(folder):
+        require_settings(folder)  # of the weights `load_initial` compares the content
         model, spec = read_config(folder), hf_tokenizer(folder)
-        require_weights(folder, model)
+        try:
+            require_weights(folder, model)
+        except ValueError:
+            with checked(folder):  # which names the file that has changed, if one has
+                raise
     else:
         checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder, verify=False))  # `load_initial` verifies
         if checkpoint.state.recipe.lora is not None:
@@ -48,9 +54,10 @@ def load_initial(model: DecoderLM, folder: Path) -> None:
         read_newest(folder, lambda: resolve_checkpoint(folder).load_model(model))
         return
     parameters = model.state_dict()
-    for name, whole in whole_parameters(folder, model.config):
-        target = parameters[name]
-        if isinstance(target, DTensor):
-            copy_part(target, whole.__getitem__)
-        else:
-            target.copy_(whole)
+    with checked(folder):
+        for name, whole in whole_parameters(folder, model.config):
+            target = parameters[name]
+            if isinstance(target, DTensor):
+                copy_part(target, whole.__getitem__)
+            else:
+                target.copy_(whole)

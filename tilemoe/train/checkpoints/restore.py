@@ -16,6 +16,7 @@ from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.huggingface import read_model
+from tilemoe.models.sums import checked
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
@@ -121,13 +122,14 @@ def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:
     if not is_hf(path):
         restored = restore(path, device_name)
         return restored.model, restored.tokenizer
-    tokenizer, limit = load_tokenizer(hf_tokenizer(path)), read_config(path).vocab_size
-    if tokenizer.vocab_size > limit:
-        raise ValueError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model's vocab_size is {limit}; "
-            "save the model's own tokenizer there"
-        )
-    model = read_model(path, select_device(device_name), torch.float32)
+    with checked(path):
+        tokenizer, limit = load_tokenizer(hf_tokenizer(path)), read_config(path).vocab_size
+        if tokenizer.vocab_size > limit:
+            raise ValueError(
+                f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model's vocab_size is {limit}; "
+                "save the model's own tokenizer there"
+            )
+        model = read_model(path, select_device(device_name), torch.float32)
     model.eval()
     return model, tokenizer
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemoe.models.folder import is_hf, read_config
+from tilemoe.models.folder import CONFIG_FILE, is_hf, read_config
 from tilemoe.models.huggingface import whole_parameters
-from tilemoe.train.checkpoints.folder import MANIFEST_FILE, SUMS_FILE, open_checkpoint, require_sums
+from tilemoe.models.sums import SUMS_FILE, checked
+from tilemoe.train.checkpoints.folder import MANIFEST_FILE, open_checkpoint
 from tilemoe.train.checkpoints.names import is_step_dir, list_checkpoints
 
 
@@ -25,7 +26,7 @@ def verify(folder: Path) -> Iterator[Finding]:
 
     One that a training drops meanwhile is not wrong. ValueError: it is none of these.
     """
-    if is_hf(folder) or is_step_dir(folder) or any((folder / name).exists() for name in (MANIFEST_FILE, SUMS_FILE)):
+    if is_hf(folder) or is_step_dir(folder) or (folder / MANIFEST_FILE).exists():
         paths = [folder]
     else:
         paths = list_checkpoints(folder)
@@ -39,7 +40,7 @@ def verify(folder: Path) -> Iterator[Finding]:
 
 def _find(path: Path) -> Finding:
     try:
-        read = _of_model if is_hf(path) else _of_export if (path / SUMS_FILE).exists() else _of_checkpoint
+        read = _of_model if (path / CONFIG_FILE).exists() else _of_export if is_hf(path) else _of_checkpoint
         return Finding(f"{path}: {read(path)}", True)
     except (ValueError, OSError) as error:
         return Finding(" ".join(str(error).split()), False)
@@ -58,15 +59,14 @@ def _of_checkpoint(path: Path) -> str:
 
 
 def _of_export(path: Path) -> str:
-    require_sums(path)
-    return "exported adapters: every byte is as its checksums say"
+    with checked(path):
+        return "exported adapters: every byte is as its checksums say"
 
 
 def _of_model(path: Path) -> str:
     """All that `load_hf` would read of it, one parameter at a time in memory."""
+    with checked(path):
+        count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
     has_sums = (path / SUMS_FILE).exists()
-    if has_sums:
-        require_sums(path)
-    count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
     found = "every byte is as its checksums say" if has_sums else f"complete, without {SUMS_FILE} to compare it to"
     return f"model of transformers, {count:,} parameters: {found}"

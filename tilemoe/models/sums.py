@@ -1,0 +1,148 @@
+"""Manifests of folders that we write: size and SHA-256 of each file, by which reading finds what changed. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilemoe.data.files import read_text, sha256_file
+
+SUMS_FILE = "checksums.json"  # the manifest of an export
+_LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its part of each tensor
+_THREADS = 8
+_WEIGHTS = ".safetensors"
+_READ = (_WEIGHTS, ".json", ".jinja")  # the kinds of file that are read from an export
+
+Entries = dict[str, dict[str, Any]]
+
+
+class Damage(ValueError):
+    """A file is not as the manifest says; one line that names the file, but not its folder."""
+
+
+def file_entries(paths: Iterable[Path]) -> Entries:
+    """The manifest entries of these files: size and SHA-256, by name."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
+
+
+def manifest_of(files: Entries, tensors: dict[str, Any] | None = None) -> bytes:
+    """A manifest of ``files``, and of where a job's ``tensors`` are in them, with a checksum of its own."""
+    content = {"files": files} if tensors is None else {"files": files, "tensors": tensors}
+    return canonical(content | {"sha256": _digest(content)})
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON: the same value always gives the same bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of a manifest without its sum; one without tensors is that of older releases, too."""
+    return hashlib.sha256(canonical(content if "tensors" in content else content["files"])).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Damage where it is missing or changed, or its ``files`` are no table of files of the folder."""
+    if not path.is_file():
+        raise Damage(f"{path.name} is missing")
+    raw = read_text(path, _LARGEST_MANIFEST)
+    try:
+        manifest: dict[str, Any] = json.loads(raw)
+        content = {name: value for name, value in manifest.items() if name != "sha256"}
+        intact = canonical(manifest).decode() == raw and _digest(content) == manifest["sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        intact = False
+    if not intact:
+        raise Damage(f"{path.name} does not match its checksum")
+    if not isinstance(manifest["files"], dict):
+        raise Damage(f"{path.name} lists no files")
+    for name, entry in manifest["files"].items():
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise Damage(f"{path.name} lists {name!r}, which is not in the folder")
+        fields = entry if isinstance(entry, dict) else {}
+        if type(fields.get("bytes")) is not int or fields["bytes"] < 0 or not isinstance(fields.get("sha256"), str):
+            raise Damage(f"{path.name} gives no size and SHA-256 of {name!r}")
+    return manifest
+
+
+def require_files(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    """Damage where a file is missing or not what the manifest says of it."""
+    with _compared(folder, files):
+        pass
+
+
+@contextmanager
+def _compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+    """`require_files`, of which the content is compared in threads while the block runs."""
+    for name, expected in files.items():
+        if not (folder / name).is_file():
+            raise Damage(f"{name} is missing")
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            raise Damage(f"{name} has {size} bytes instead of {expected['bytes']}")
+    pool, failure = ThreadPoolExecutor(_THREADS), None
+    try:
+        found = pool.map(sha256_file, [folder / name for name in files])
+        try:
+            yield
+        except (ValueError, OSError) as error:  # which may be what a changed file has led to
+            failure = error
+        for digest, (name, expected) in zip(found, files.items(), strict=True):
+            if digest != expected["sha256"]:
+                raise Damage(f"{name} does not match its checksum")
+        if failure is not None:
+            raise failure
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_sums(folder: Path) -> None:
+    """List size and SHA-256 of the files of a folder that is no checkpoint, such as an export, for `checked`."""
+    (folder / SUMS_FILE).write_bytes(manifest_of(file_entries(folder.iterdir())))
+
+
+def sums_line(folder: Path) -> str | None:
+    """What whoever uses a model's folder must know: that nothing tells whether its files are as they were written."""
+    return None if (folder / SUMS_FILE).exists() else f"{folder} has no {SUMS_FILE}, so its files are used unchecked"
+
+
+def require_settings(folder: Path) -> Entries:
+    """As `checked`, of all files but the weights, of which it returns what the manifest says."""
+    if not (folder / SUMS_FILE).exists():
+        return {}
+    with _named(folder):
+        files: Entries = read_manifest(folder / SUMS_FILE)["files"]
+        require_files(folder, {name: entry for name, entry in files.items() if not name.endswith(_WEIGHTS)})
+    read = {path.name for path in folder.iterdir() if path.suffix in _READ}
+    for name in sorted(read - {*files, SUMS_FILE}):
+        raise ValueError(f"{folder} is not to be trusted: {name} is not listed in {SUMS_FILE}; remove that file")
+    return {name: entry for name, entry in files.items() if name.endswith(_WEIGHTS)}
+
+
+@contextmanager
+def checked(folder: Path) -> Iterator[None]:
+    """The block reads an export; what it has made of the files is good where this ends without an error.
+
+    Weights are compared in threads while the block reads them. A folder without sums, of transformers, is as it is.
+
+    Raises:
+        ValueError: a file is missing, changed or, of a kind that is read, not listed; the message names it.
+    """
+    weights = require_settings(folder)
+    with _named(folder), _compared(folder, weights):
+        yield
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damage as damage:
+        raise ValueError(
+            f"{folder} is damaged: {damage}; export it again, or remove {SUMS_FILE} if you changed that file yourself"
+        ) from None
