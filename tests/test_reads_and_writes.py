@@ -1,4 +1,4 @@
-"""Walks the package: nothing in it reads a pickle or runs text as code, and what writes in place follows no link."""
+"""Walks the package: no pickle is read, no text run as code, no template applied unbounded, no link written through."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ READERS |= {
     f"torch.distributed.checkpoint.{name}" for name in ("load", "filesystem", "state_dict_loader", "format_utils")
 }
 RUNNERS = {"eval", "exec", "__import__"}
+# Ways to apply a template, and the one module that has them: it bounds steps and texts.
+TEMPLATES = {"jinja2", "chat_template_utils", "apply_chat_template", "render_jinja_template", "mako", "chevron"}
+BOUNDED = "data/bounded.py"
 # Functions that write by a name alone, into a folder that they, or who calls them, have just made under a new name.
 IN_NEW_FOLDERS = {
     "data/files.py": {"write_atomic"},
@@ -78,6 +81,19 @@ def readers(source: str) -> list[str]:
     return found
 
 
+def renderers(source: str) -> list[str]:
+    """What of a module may apply a template."""
+    found = []
+    for node, _ in nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in TEMPLATES]
+        elif isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names if {*str(node.module).split("."), alias.name} & TEMPLATES]
+        elif isinstance(node, ast.Attribute) and node.attr in TEMPLATES:
+            found.append(node.attr)
+    return found
+
+
 def writers(source: str) -> list[tuple[str, str]]:
     """The functions of a module that open for writing, make or fill a file wherever its name leads, and how."""
     found = []
@@ -101,6 +117,11 @@ def test_nothing_reads_a_pickle(module: str) -> None:
     assert readers((ROOT / module).read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_no_template_is_applied_without_bounds(module: str) -> None:
+    assert bool(renderers((ROOT / module).read_text(encoding="utf-8"))) == (module == BOUNDED)
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(ASKED_FOR)])
 def test_what_writes_in_place_follows_no_link(module: str) -> None:
     found = {function for function, _ in writers((ROOT / module).read_text(encoding="utf-8"))}
@@ -120,6 +141,20 @@ def test_what_writes_in_place_follows_no_link(module: str) -> None:
 def test_the_walk_sees_readers(line: str) -> None:
     assert readers(line)
     assert not readers("import pickletools, torch\nmodel.eval()\ntorch.compile(f)\nre.compile(t)\njson.load(f)")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import jinja2.sandbox",
+        "from jinja2 import Template",
+        "from transformers.utils import chat_template_utils",
+        "def f():\n  from transformers.utils.chat_template_utils import render_jinja_template",
+        "tokenizer.apply_chat_template(m)",
+    ],
+)
+def test_the_walk_sees_renderers(line: str) -> None:
+    assert renderers(line)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,7 @@ def test_generate_answers_by_the_chat_template(
         assert capsys.readouterr().out == "Yo!\n"
     assert asked == [used.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").tolist()] * 2
     (out / "tokenizer_config.json").write_text("{}")
+    (out / "checksums.json").unlink()  # they tell of the other one
     assert main(["generate", "--checkpoint", str(out), "--prompt", "Hi", "--chat"]) == 2
     assert "--chat: the checkpoint has no chat template; fine-tune it with --data.format" in capsys.readouterr().err
 

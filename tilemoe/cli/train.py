@@ -80,7 +80,7 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     if job.is_first and init_from is not None and checkpoint is None:
         print(f"starting from the weights in {init_from}")
         if is_hf(init_from) and (line := sums_line(init_from)):
-            print(f"note: {line}", file=sys.stderr)
+            print(f"note: {line}")
     if job.is_first and (line := import_line(recipe.model)):
         print(f"note: {line}")
     is_theirs = bool(resume) and known.recipe is None and not _is_given("--data.cache-dir", overrides)

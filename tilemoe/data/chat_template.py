@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,7 @@ from tilemoe.data.files import read_text
 from tilemoe.data.windows import END, FIRST, ID, Tokens
 
 if TYPE_CHECKING:
+    from tilemoe.data.bounded import Renderer
     from tilemoe.data.tokenizer import Tokenizer
 
 TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -181,7 +183,7 @@ class ChatEncoder:
         messages = list(example.messages)
         if not _MARKED.search(template.source):
             return self._unmarked(example, messages)
-        text, marked = self._render(example, messages, return_assistant_tokens_mask=True)
+        text, marked = self._render(example, messages)
         spans = [(first, end) for first, end in marked if first < end]
         are_learnt = [is_learnt(message) for message in messages if message["role"] == ASSISTANT]
         if all(are_learnt):
@@ -210,20 +212,22 @@ class ChatEncoder:
             spans.append((len(before), len(after)))
         return whole, spans
 
-    def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
-        """The template's text, and what it marks if ``options`` ask for that."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+    @cached_property
+    def _renderer(self) -> Renderer:
+        from tilemoe.data.bounded import Renderer  # here, because Jinja and transformers may not be installed
 
+        return Renderer(self._theirs.chat_template)
+
+    def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
+        """The template's text, and what it marks."""
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        options |= {"chat_template": self._theirs.chat_template, **self._theirs.special_tokens_map}
         try:
-            texts, marked = render_jinja_template([given], **options)
+            return self._renderer.render(given, **options, **self._theirs.special_tokens_map)
         except Exception as error:  # a template is a program, and may fail like any
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{example.name}: the chat template does not take it ({reason}); correct or remove the line"
             ) from error
-        return texts[0], marked[0] if marked else []
 
 
 def _marked(tokens: Tokens, spans: Sequence[Span]) -> Encoded:
@@ -250,8 +254,9 @@ def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
 
 def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
     try:
-        import jinja2  # noqa: F401 (which transformers asks for only when it applies a template)
         from transformers import PreTrainedTokenizerFast
+
+        import tilemoe.data.bounded  # noqa: F401 (which needs Jinja, too)
     except ImportError as error:
         raise ValueError(
             f"tokenizer {tokenizer.name!r}: applying its chat template needs transformers; pip install 'tilemoe[hf]'"

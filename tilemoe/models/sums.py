@@ -50,8 +50,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Damage where it is missing or changed, or its ``files`` are no table of files of the folder."""
     if not path.is_file():
         raise Damage(f"{path.name} is missing")
-    raw = read_text(path, _LARGEST_MANIFEST)
     try:
+        raw = read_text(path, _LARGEST_MANIFEST)
         manifest: dict[str, Any] = json.loads(raw)
         content = {name: value for name, value in manifest.items() if name != "sha256"}
         intact = canonical(manifest).decode() == raw and _digest(content) == manifest["sha256"]
