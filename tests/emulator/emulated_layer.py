@@ -30,6 +30,7 @@ TOLERANCE = 6e-4  # as on a GPU
 OUTPUTS = {
     "up_proj_act_kernel": ("a", "h"),
     "gemm_rows_kernel": ("out",),
+    "gemm_cooperative_kernel": ("out",),
     "gemm_stationary_kernel": ("out",),
     "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
     "gemm_wgrad_kernel": ("out", "sums"),
@@ -110,8 +111,8 @@ def written(launch: Launch) -> Iterator[tuple[str, Tensor]]:
         value = launch.args[name]
         if value is not None:
             t = getattr(value, "base", value)  # a descriptor's tensor
-            yield name, t.view(torch.float8_e4m3fn) if f"{name}_scale" in launch.args else t
-    if "a_scale" in launch.args:
+            yield name, t if launch.args.get(f"{name}_scale") is None else t.view(torch.float8_e4m3fn)
+    if launch.args.get("a_scale") is not None:
         yield "a_scale", launch.args["a_scale"]
 
 

@@ -31,7 +31,7 @@ UNFINISHED = "has not waited for"
 SOONER = f"{PROTOCOL}|{FENCE}"
 EITHER = f"{PROTOCOL}|{NUMBERS}"
 GIVE_TURN = "mbarrier.arrive(order_of_other, count=1)"
-RELEASE = "consumer_release_previous(ring, step)"
+RELEASE, STORED = "consumer_release_previous(ring, step)", "tma.store_wait(0)"
 SKIP = "mbarrier.arrive(empty.index(stage), count=1)"
 WAIT_FULL, TAKE = "consumer_wait(ring, step)", "step % ring[2].shape[0]"
 RELEASE_IN_LOOP, RELEASE_PENDING = f"        {RELEASE}", "consumer_release_previous(ring, step, pending_release)"
@@ -72,8 +72,8 @@ FAULTS: dict[str, Fault] = {
     "four blocks are three and one": (
         "block_tile_coords", "(remaining == BLOCKS + 1)", "(remaining == 99)", "stored twice",
     ),
-    "up_proj overwrites a slice of h": ("store_h", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
-    "up_proj ends before its stores": ("act_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "up_proj overwrites a slice of h": ("store_slices", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "up_proj ends before its stores": ("act_consumer", f"step)\n    {STORED}", "step)", UNFINISHED),
     "no consumer waits for its turn": (
         "pingpong_consumer",
         "mbarrier.wait(mma_order.index(CONSUMER), ",
@@ -122,7 +122,7 @@ OF_ADDING: dict[str, Fault] = {
 STATIONARY = replace(UNGATED, bias=True, hidden_size=264, intermediate_size=200)
 NEXT, NEXT_OF_CONSUMER = "expert, row, col, count = next_", "expert, first, end, col, count = next_"
 A_BYTES, B_BYTES = "rows.block_type.nbytes", "weight.block_type.nbytes"
-A_FULL, B_FULL = f"stage = {WAIT_FULL}", "mbarrier.wait(b_full.index(k_block), item & 1)"
+A_FULL, B_FULL = f"stage = {WAIT_FULL}", "mbarrier.wait(b_full.index(k_block), phase)"
 B_FREE = "mbarrier.wait(b_empty.index(k_block), "
 OF_STATIONARY: dict[str, Fault] = {
     "one arrival releases B": ("new_rings", "new_barriers(B_STAGES, 2)", "new_barriers(B_STAGES, 1)", EITHER),
@@ -143,7 +143,7 @@ OF_STATIONARY: dict[str, Fault] = {
     "B is released twice": ("release_b", "pred=arrivals > 1", "pred=arrivals > 0", EITHER),
     "B is released by an only block": ("release_b", "pred=arrivals > 0", "pred=arrivals > 1", "deadlock"),
     "B is read before it is there": ("issue_mma_stationary", B_FULL, "pass", EITHER),
-    "the consumer's phase of B": ("issue_mma_stationary", "item & 1)", "0)", EITHER),
+    "the consumer's phase of B": ("stationary_consumer", "item & 1", "0", EITHER),
     "the last stage is released in flight": (
         "mma_mainloop_stationary", f"acc = {WAIT.format(0)}    {RELEASE}",
         f"{RELEASE}\n    acc = {WAIT.format(0)}", NUMBERS,
@@ -155,7 +155,7 @@ OF_STATIONARY: dict[str, Fault] = {
         "mma_mainloop_stationary", "release_b(b_ring, steps - 1, arrivals)", "pass", "deadlock",
     ),
     "three blocks release B": ("arrivals_of", "count - 2", "count - 3", EITHER),
-    "the consumers' slices in one place": ("store_columns", "BUFFERS * CONSUMER", "0", f"{FENCE}|{NUMBERS}"),
+    "the consumers' slices in one place": ("store_slices", "2 * CONSUMER", "0", f"{FENCE}|{NUMBERS}"),
     "every item begins with the first consumer": (
         "stationary_consumer", "(before + CONSUMER) & 1", "CONSUMER", PROTOCOL,
     ),

@@ -62,13 +62,13 @@ ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 3), (192, 0, 128, 2), (193, 1, 0)]
 OF_FAULTS = (130, 0, 66, 2, 5)
 OF_STATIONARY_FAULTS = (66, 0, 1100, 194, 130, 2, 0)  # two work items of one expert; no row past the last
 OF_WGRAD_FAULTS = (130, 0, 580, 66, 5)  # of one expert, more steps than stages
-HOST_CHUNK = "tilemoe.kernels.experts.hopper_fp8.host.CHUNK"
+HOST_CHUNK = "tilemoe.kernels.experts.hopper.configs.CHUNK"
 
 
 def kernels_of(case: Case) -> set[str]:
     n = case.intermediate_size
     contractions = (n, 2 * n if case.activation in GATED_ACTIVATIONS else n)
-    rows = {"gemm_stationary_kernel" if p in (128, 256, 512) else "gemm_rows_kernel" for p in contractions}
+    rows = {"gemm_stationary_kernel" if p in (128, 256, 512) else "gemm_cooperative_kernel" for p in contractions}
     return {"up_proj_act_kernel", "gemm_dgrad_dact_kernel"} | rows
 
 

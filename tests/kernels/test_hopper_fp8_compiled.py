@@ -25,11 +25,10 @@ from triton_compile import (
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
-from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
+from tilemoe.kernels.experts.hopper.configs import FP8_STATIONARY, FP8_TILE, FP8_WGRAD, SHARED_BYTES
+from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
+from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
-from tilemoe.kernels.experts.hopper_fp8.gemm_wgrad import gemm_transposed_kernel
-from tilemoe.kernels.experts.hopper_fp8.host import STATIONARY, TILE, WGRAD
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
@@ -213,7 +212,7 @@ def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_registers_of_three_warpgroups_fit() -> None:
-    for tile in (TILE, STATIONARY, WGRAD):
+    for tile in (FP8_TILE, FP8_STATIONARY, FP8_WGRAD):
         assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536
         assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0
 
@@ -232,8 +231,8 @@ def test_stationary_weight(contraction: int, name: str, tmp_path: Path) -> None:
     assert spill_loads(code) <= (0 if IS_3_6 or name != "down_proj, bias" else STATIONARY_SPILLS_OF_39)
     assert_threads_meet_before_tma_stores(ptx)
     # But for B's barriers, of whose arrivals, with the bytes to come, no consumer learns that tile_info is there.
-    of_a, of_b = re.subn(rf".*mbarrier\.arrive\.expect_tx.*, {STATIONARY.block_n * BLOCK};\n", "", ptx)
-    assert of_b == STATIONARY.b_stages
+    of_a, of_b = re.subn(rf".*mbarrier\.arrive\.expect_tx.*, {FP8_STATIONARY.block_n * BLOCK};\n", "", ptx)
+    assert of_b == FP8_STATIONARY.b_stages
     assert_threads_meet_after_tile_info(of_a)
     assert_items_carry_their_blocks(compiled, warp_groups=1)
     assert not re.search(r"\(C75\d\d\)", ptxas_messages(compiled, 90, tmp_path)), "it waits for each wgmma"

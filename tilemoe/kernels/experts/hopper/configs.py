@@ -65,6 +65,11 @@ TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
 # Weight-stationary tile of down_proj and up_proj_dgrad with a contraction of up to 4 k-blocks: B's 128 KB are all that
 # shared memory has room for. With 8 k-blocks of 128 columns instead, up to 512, it was 5 to 9% slower than ping-pong.
 STATIONARY = TileConfig(STATIONARY_M, 256, 8, 240, 24, 4)
+# With FP8 operands: of every GEMM over rows, of these with a stationary weight, and of the weight gradients.
+FP8_TILE = TileConfig(COOPERATIVE_M, 256, 4, 224, 56)
+FP8_STATIONARY = TileConfig(STATIONARY_M, 256, 8, 232, 40, 4)
+FP8_WGRAD = TileConfig(COOPERATIVE_M, 256, 4, 240, 32)
+CHUNK = 40  # k-blocks that tensor cores sum for a weight gradient, 5120 rows; longer sums are chunks, added in fp32
 # Longest contractions of up_proj_dgrad by the Hopper kernel: beyond them the portable one was faster, since there is
 # little epilogue to overlap. up_proj_act, down_proj_dgrad_dact and down_proj have no such limit: within 1% of the
 # portable kernel or faster nearly everywhere (docs/lab/hopper.md).
@@ -96,6 +101,17 @@ def tile_of(kernel: Kernel, width_in: int) -> TileConfig:
     """The kernel's tile for a contraction of length ``width_in``."""
     is_short = width_in <= STATIONARY.b_stages * BLOCK_K
     return STATIONARY if is_short and kernel in ("down_proj", "up_proj_dgrad") else TILES[kernel]
+
+
+def fp8_rows_tile(width_in: int) -> TileConfig:
+    """The tile of down_proj and up_proj_dgrad with FP8 operands for a contraction of length ``width_in``.
+
+    Weight-stationary only where the k-blocks of two blocks divide the stages: each consumer then always waits at the
+    same stages, whose phases it has followed. Loads land in any order, so another's stage might be a phase behind.
+    """
+    steps = width_in // (2 * BLOCK_K)  # of bytes
+    is_short = steps <= FP8_STATIONARY.b_stages and FP8_STATIONARY.num_stages % (2 * steps) == 0
+    return FP8_STATIONARY if is_short else FP8_TILE
 
 
 def is_faster(kernel: Kernel, width_in: int, width_out: int) -> bool:

@@ -9,6 +9,9 @@ columns the producer loads h (gate and up) into B's buffer of one more stage; th
 A's buffer with a_scaled, and starts TMA stores of both. It releases the stage one slice later, when the stores have
 read it (a pending release); a tile's last one during the next tile's first wgmma. So neither h's loads nor the stores
 are exposed.
+
+Of FP8 operands (SCALES "rows") do_scale is (T, 1) and weight_scale (E, n, 1); do and the weight are seen as in
+`gemm_gather_act`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -25,21 +28,27 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     BM,
     CONSUMERS,
     EPILOGUE_N,
+    PAIR_LAYOUT,
     RAGGED_EXTENT,
     WARPGROUP_M,
+    begin_mainloop,
     consumer_release_previous,
     consumer_wait,
     deinterleave,
     epilogue_slices,
     halves,
+    load_columns,
     mma_mainloop,
-    new_barriers,
+    new_column_smem,
+    new_ring,
     new_scheduler_smem,
     new_tile_info,
     receive_tile,
     reshape_blocks,
     skip_stages,
+    zero_accumulator,
 )
+from tilemoe.kernels.experts.hopper.scales import row_scale_pointers, row_scaled_mainloop
 from tilemoe.kernels.experts.triton.activations import gated_grad, inner
 
 
@@ -178,24 +187,34 @@ def dact_slices(
 
 @gluon.jit
 def dact_consumer(
-    dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs,
+    dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, d, n, limit, alpha,
+    ring, column_smem, tile_info, pairs,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
-    ROLLED: gl.constexpr,
+    ROLLED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Consumer of down_proj_dgrad. pairs (S, BM): pair_of_row of the tile's rows, in its first stage. partial: see the
     kernel."""
-    steps = gl.cdiv(d, BK)
+    steps = gl.cdiv(d, BK) if SCALES == "none" else d // BK
     step, pending_release = 0, False
-    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    layout: gl.constexpr = gl.SliceLayout(1, zero_accumulator(BN, SCALES).type.layout)
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         first = row + CONSUMER * WARPGROUP_M
         if first < end:
             pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
             score = gl.load(s + pair).to(gl.float32)
-            acc, step = mma_mainloop(ring, step, steps, pending_release, CONSUMER, BN, True, B_K_MAJOR)
+            if SCALES == "rows":
+                of_columns = load_columns(weight_scale, expert, stride_se, col + gl.arange(0, BN, PAIR_LAYOUT), n)
+                of_rows = row_scale_pointers(do_scale, token_of_row, first, end)
+                slices, step = row_scaled_mainloop(
+                    ring, of_rows, of_columns, column_smem.index(CONSUMER), step, steps, pending_release, CONSUMER
+                )
+            else:
+                acc = begin_mainloop(ring, step, CONSUMER, BN, True, B_K_MAJOR, SCALES)
+                acc, step = mma_mainloop(ring, acc, step, steps, pending_release, CONSUMER, BN, True, B_K_MAJOR, SCALES)
+                slices = epilogue_slices(acc, BN)
             ds = dact_slices(
-                epilogue_slices(acc, BN), score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
+                slices, score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
                 CONSUMER, GATE_UP, ACTIVATION, ROLLED,
             )  # fmt: skip
             step += BN // EPILOGUE_N
@@ -213,7 +232,9 @@ def dact_consumer(
 @gluon.jit(do_not_specialize=["capacity"])
 def gemm_dgrad_dact_kernel(
     do,
+    do_scale,
     weight,
+    weight_scale,
     h,
     dh,
     a_scaled,
@@ -229,8 +250,10 @@ def gemm_dgrad_dact_kernel(
     d,
     n,
     stride_do,
+    stride_se,
     limit,
     alpha,
+    SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATE_UP: gl.constexpr,
     ROLLED: gl.constexpr,
@@ -247,20 +270,22 @@ def gemm_dgrad_dact_kernel(
     h and dh: (2, R_max, n) of concatenated gate and up, else (R_max, w); GATE_UP is "none" where there is no gate.
     partial (column tiles, R_max) fp32: <da', a> over a tile's columns. ROLLED: the epilogue is a loop over slices.
     """
-    dtype: gl.constexpr = do.dtype.element_ty
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], swizzled)
-    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
-    ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
+    ring = new_ring(weight, do.dtype.element_ty, STAGES)
+    if SCALES == "none":
+        column_smem: gl.constexpr = None
+    else:
+        column_smem = new_column_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (dact_consumer, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs, 0, BN,
-                             B_K_MAJOR, GATE_UP, ACTIVATION, ROLLED)),
-            (dact_consumer, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs, 1, BN,
-                             B_K_MAJOR, GATE_UP, ACTIVATION, ROLLED)),
+            (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, d, n,
+                             limit, alpha, ring, column_smem, tile_info, pairs, 0, BN, B_K_MAJOR, GATE_UP, ACTIVATION,
+                             ROLLED, SCALES)),
+            (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, d, n,
+                             limit, alpha, ring, column_smem, tile_info, pairs, 1, BN, B_K_MAJOR, GATE_UP, ACTIVATION,
+                             ROLLED, SCALES)),
             (gather_producer, (do, None, stride_do, token_of_row, weight, tiles, num_tiles, d, n, ring, tile_info,
                                scheduler_smem, (h, pair_of_row, pairs), BN, B_K_MAJOR, BAND, EVEN_K, GATE_UP)),
         ],

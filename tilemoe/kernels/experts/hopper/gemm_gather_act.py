@@ -8,6 +8,9 @@ neighbouring CTAs share gathered rows, and wide outputs in bands of columns, to 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK k-block · S stages
 
+Of FP8 operands (SCALES "rows") x_scale is (T, 1) and weight_scale (E, w, 1), and the epilogue quantises a. x and the
+weight are seen as half as many elements of the layer's 16-bit dtype, which is what d then counts.
+
 Weight descriptors are (E, parts, out, in) if B_K_MAJOR, else (E, parts, in, out). Output descriptors are ragged: their
 bounds check ends at the expert's last row. Interleaved gate and up are adjacent columns, held by the same thread.
 """
@@ -29,14 +32,17 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     RAGGED_EXTENT,
     THREAD_LAYOUT,
     WARPGROUP_M,
+    begin_mainloop,
     broadcast_bias,
     deinterleave,
     epilogue_slices,
     load_columns,
+    load_tokens,
     mma_mainloop,
-    new_barriers,
     new_column_smem,
+    new_ring,
     new_scheduler_smem,
+    new_staging,
     new_tile_info,
     producer_acquire,
     producer_commit,
@@ -50,7 +56,15 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     scheduler_prefetch,
     skip_stages,
     store_slice,
+    store_slices,
     tile_coords,
+)
+from tilemoe.kernels.experts.hopper.scales import (
+    BLOCK,
+    add_bias_to_slices,
+    row_scale_pointers,
+    row_scaled_mainloop,
+    store_quantized,
 )
 from tilemoe.kernels.experts.triton.activations import gated_value, inner
 
@@ -130,23 +144,13 @@ def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
 
 
 @gluon.jit
-def load_tokens(token_of_row, row, end, rows):
-    """The tokens of an expert's rows ``row + rows``, clamped to its last; without token_of_row, the rows themselves."""
-    if token_of_row is None:
-        token = gl.maximum(gl.minimum(row + rows, end - 1), 0)
-    else:
-        token = gl.load(row_pointers(token_of_row, row, end, rows))
-    return token
-
-
-@gluon.jit
 def gather_producer(
     source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, width_in, width_out, ring, tile_info,
     scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
     """Producer of up_proj and down_proj_dgrad: A is ``source`` (T, width_in), its rows gathered by token; see
-    `load_tokens`.
+    `load_tokens`. stride_source None: they are contiguous.
 
     tile_info: (expert, first row, end of the expert's rows, first column); expert -1 tells the consumers to stop.
 
@@ -155,7 +159,8 @@ def gather_producer(
     pair_of_row of the tile's rows, in its first stage.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
-    width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
+    width_in = width_in // 8 * 8
+    stride_source = width_in if stride_source is None else stride_source // 8 * 8
     column_tiles = gl.cdiv(width_out, BN)
     row_tiles = gl.load(num_tiles)
     total = row_tiles * column_tiles
@@ -238,25 +243,6 @@ def gate_up_slices(acc, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.c
 
 
 @gluon.jit
-def store_h(
-    acc, h, end, row, col, staging,
-    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr,
-):  # fmt: skip
-    """Start the TMA stores of a consumer's rows of h, slice by slice through its two staging buffers."""
-    last = RAGGED_EXTENT - end + row
-    slices = epilogue_slices(acc, BN)
-    for i in gl.static_range(BN // EPILOGUE_N):
-        tma.store_wait(1)
-        if GATE_UP != "concatenated":
-            place = [RAGGED_EXTENT, end, last, col + i * EPILOGUE_N]
-        elif B_K_MAJOR:
-            place = [RAGGED_EXTENT, end, last, i // 2, col + i % 2 * EPILOGUE_N]
-        else:
-            place = [RAGGED_EXTENT, end, last, i % 2, col + i // 2 * EPILOGUE_N]
-        store_slice(h, place, slices[i], staging.index(2 * CONSUMER + i % 2))
-
-
-@gluon.jit
 def store_act(
     acc, a, end, row, col, limit, alpha, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -277,26 +263,85 @@ def store_act(
 
 
 @gluon.jit
-def act_consumer(
-    a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem,
-    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
-    KEEP_H: gl.constexpr,
+def store_quantized_act(
+    slices, a, a_scale, end, row, col, n, limit, alpha, staging,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of up_proj. Epilogue: add the bias, store h (if KEEP_H) and act(h)."""
-    steps = gl.cdiv(d, BK)
+    """Compute a = act(h) of a tile's four slices of h, quantise and store it; col: the tile's first column of h."""
+    first, second, third, fourth = slices
+    staged = staging.index(2 * CONSUMER)
+    if GATE_UP == "concatenated":
+        left = gated_value(first, third, limit, alpha, ACTIVATION, False)
+        right = gated_value(second, fourth, limit, alpha, ACTIVATION, False)
+        store_quantized((left, right), a, a_scale, end, row, col, n, staged)
+    elif GATE_UP == "interleaved":
+        left = pairs_value(first, limit, alpha, ACTIVATION), pairs_value(second, limit, alpha, ACTIVATION)
+        right = pairs_value(third, limit, alpha, ACTIVATION), pairs_value(fourth, limit, alpha, ACTIVATION)
+        store_quantized(left + right, a, a_scale, end, row, col // 2, n, staged)
+    else:
+        left = ungated_value(first, ACTIVATION), ungated_value(second, ACTIVATION)
+        right = ungated_value(third, ACTIVATION), ungated_value(fourth, ACTIVATION)
+        store_quantized(left, a, a_scale, end, row, col, n, staged)
+        store_quantized(right, a, a_scale, end, row, col + BLOCK, n, staging.index(2 * CONSUMER + 1))
+
+
+@gluon.jit
+def pairs_value(pairs, limit, alpha, ACTIVATION: gl.constexpr):
+    """a (WARPGROUP_M, EPILOGUE_N / 2) of a slice of interleaved gate and up."""
+    gate, up = deinterleave(pairs, EPILOGUE_N)
+    return gated_value(gate, up, limit, alpha, ACTIVATION, False)
+
+
+@gluon.jit
+def ungated_value(z, ACTIVATION: gl.constexpr):
+    """act(z) of an ungated activation."""
+    act, _slope = inner(z, ACTIVATION, False)
+    return act
+
+
+@gluon.jit
+def act_consumer(
+    a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n, limit, alpha,
+    ring, tile_info, staging, column_smem,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
+    KEEP_H: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """Consumer of up_proj. Epilogue: scale, add the bias, store h (if KEEP_H) and act(h), quantised if x was.
+
+    column_smem (CONSUMERS, BN): for the columns' scales, or the bias.
+    """
+    steps = gl.cdiv(d, BK) if SCALES == "none" else d // BK
     step = 0
+    w = n if GATE_UP == "none" else 2 * n
+    apart = n if GATE_UP == "concatenated" else BLOCK  # distance in h's columns from a tile's left half to its right
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
         if row < end:
-            if bias is not None:
-                of_tile = load_tile_columns(bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
-            acc, step = mma_mainloop(ring, step, steps, False, CONSUMER, BN, True, B_K_MAJOR)
-            if bias is not None:
-                acc += broadcast_bias(of_tile, bias_smem.index(CONSUMER), acc)
+            if SCALES == "rows":
+                of_columns = load_tile_columns(weight_scale, expert, stride_se, col, n, BN, B_K_MAJOR, GATE_UP)
+                of_rows = row_scale_pointers(x_scale, token_of_row, row, end)
+                buffer = column_smem.index(CONSUMER)
+                slices, step = row_scaled_mainloop(ring, of_rows, of_columns, buffer, step, steps, False, CONSUMER)
+                if bias is not None:
+                    slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + apart, w)
+                tma.store_wait(0)  # of the tile before, whose last store may read the buffer that is written first here
+            else:
+                if bias is not None:
+                    of_columns = load_tile_columns(bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
+                acc = begin_mainloop(ring, step, CONSUMER, BN, True, B_K_MAJOR, SCALES)
+                acc, step = mma_mainloop(ring, acc, step, steps, False, CONSUMER, BN, True, B_K_MAJOR, SCALES)
+                if bias is not None:
+                    acc += broadcast_bias(of_columns, column_smem.index(CONSUMER), acc)
+                slices = epilogue_slices(acc, BN)
             if KEEP_H:
-                store_h(acc, h, end, row, col, staging, CONSUMER, BN, B_K_MAJOR, GATE_UP)
-            store_act(acc, a, end, row, col, limit, alpha, staging, CONSUMER, BN, B_K_MAJOR, GATE_UP, ACTIVATION)
+                store_slices(slices, h, None, end, row, col, staging, CONSUMER, GATE_UP, B_K_MAJOR)
+            if SCALES == "rows":
+                store_quantized_act(
+                    slices, a, a_scale, end, row, col, n, limit, alpha, staging, CONSUMER, GATE_UP, ACTIVATION
+                )
+            else:
+                store_act(acc, a, end, row, col, limit, alpha, staging, CONSUMER, BN, B_K_MAJOR, GATE_UP, ACTIVATION)
         else:
             step = skip_stages(ring, step, steps, False)
         expert, row, end, col = receive_tile(ring, tile_info, step)
@@ -306,9 +351,12 @@ def act_consumer(
 @gluon.jit
 def up_proj_act_kernel(
     x,
+    x_scale,
     weight,
+    weight_scale,
     bias,
     a,
+    a_scale,
     h,
     token_of_row,
     expert_of_tile,
@@ -318,9 +366,11 @@ def up_proj_act_kernel(
     d,
     n,
     stride_x,
+    stride_se,
     stride_bias,
     limit,
     alpha,
+    SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATE_UP: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
@@ -336,25 +386,23 @@ def up_proj_act_kernel(
 
     GATE_UP "concatenated": weight (E, 2, n, d), h (R_max, 2, n); a tile is BN/2 columns of gate and the same of up,
     as two halves if B_K_MAJOR, else alternating every 64 columns. "interleaved" and "none" (no gate): weight
-    (E, 1, w, d), h (R_max, w); a tile is BN columns of h.
+    (E, 1, w, d), h (R_max, w); a tile is BN columns of h. SCALES "rows": also writes a_scale (R_max, n / 128).
     """
     dtype: gl.constexpr = x.dtype.element_ty
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
     width_out = 2 * n if GATE_UP == "interleaved" else n
-    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], swizzled)
-    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
-    staging = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], swizzled)
-    ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
-    bias_smem = new_column_smem(BN)
+    ring = new_ring(weight, dtype, STAGES)
+    staging, column_smem = new_staging(dtype), new_column_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (act_consumer, (a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem, 0, BN,
-                            B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
-            (act_consumer, (a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem, 1, BN,
-                            B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
+            (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n,
+                            limit, alpha, ring, tile_info, staging, column_smem, 0, BN, B_K_MAJOR, GATE_UP,
+                            ACTIVATION, KEEP_H, SCALES)),
+            (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n,
+                            limit, alpha, ring, tile_info, staging, column_smem, 1, BN, B_K_MAJOR, GATE_UP,
+                            ACTIVATION, KEEP_H, SCALES)),
             (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, d, width_out, ring, tile_info,
                                scheduler_smem, None, COLUMNS, B_K_MAJOR, BAND, EVEN_K, GATE_UP)),
         ],

@@ -115,7 +115,8 @@ def mma_mainloop_blocks(
 
     Lets the other consumer start its mainloop once the last stage is full, while this one's last wgmmas still run.
     """
-    acc0, acc1, acc2 = zero_accumulator(BN), zero_accumulator(BN), zero_accumulator(BN)
+    acc0, acc1 = zero_accumulator(BN, "none"), zero_accumulator(BN, "none")
+    acc2 = zero_accumulator(BN, "none")
     acc0, acc1, acc2 = issue_mma_blocks(ring, step, acc0, acc1, acc2, False, COUNT, BN, B_K_MAJOR)
     acc0, acc1, acc2 = wait_mma_blocks(acc0, acc1, acc2, COUNT, COUNT)  # as in `pipeline.mma_mainloop`
     for _ in range(1, steps):
@@ -138,7 +139,7 @@ def issue_mma_blocks(
     """As `pipeline.issue_mma`, for the first COUNT blocks of a tile."""
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
-    b = b_operand(b_smem, stage, BN, B_K_MAJOR)
+    b = b_operand(b_smem, stage, BN, B_K_MAJOR, "none")
     acc0 = warpgroup_mma(a_smem.index(BLOCKS * stage), b, acc0, use_acc=ACCUMULATE, is_async=True)
     if COUNT > 1:
         acc1 = warpgroup_mma(a_smem.index(BLOCKS * stage + 1), b, acc1, use_acc=ACCUMULATE, is_async=True)

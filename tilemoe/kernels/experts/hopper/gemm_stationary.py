@@ -9,9 +9,16 @@ So a CTA keeps BN columns of an expert's weight, over the whole contraction, in 
 work item is these columns of up to CHUNK_M rows, in blocks of 64 rows. Items are walked with columns innermost:
 neighbouring CTAs have the same rows and other columns, so that A comes from DRAM once.
 
-One producer warp; two consumer warp groups in a ping-pong schedule, which alternate blocks. ``b_ring`` is ``ring`` with
-B's own barriers, ``b_full`` and ``b_empty``, one of each for a k-block of B, whose phase flips with each item of the
-CTA. An item's last blocks release B k-block by k-block, and the next item's are loaded in their place meanwhile.
+One producer warp; two consumer warp groups, which alternate blocks. ``b_ring`` is ``ring`` with B's own barriers,
+``b_full`` and ``b_empty``, one of each for a k-block of B, whose phase flips with each item of the CTA. An item's last
+blocks release B k-block by k-block, and the next item's are loaded in their place meanwhile.
+
+16-bit operands (SCALES "none"): `stationary_producer` and `stationary_consumer`, a ping-pong schedule.
+FP8 operands, as in `gemm_cooperative`: `scaled_producer` and `scaled_consumer`, without a barrier that orders the
+consumers: while one applies scales, the tensor cores work for the other. Hence the k-blocks of two blocks must divide
+the stages (`configs.fp8_rows_tile`), or a consumer would wait for a stage more than one phase ahead, and mbarriers know
+only a phase's parity. Consumers that apply block scales have no registers left to decode work items: the producer does
+it for them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -27,9 +34,7 @@ from tilemoe.kernels.experts.hopper.gluon_compat import tma_load
 from tilemoe.kernels.experts.hopper.pipeline import (
     BK,
     CONSUMERS,
-    EPILOGUE_N,
     PAIR_LAYOUT,
-    RAGGED_EXTENT,
     WARPGROUP_M,
     b_operand,
     consumer_release_previous,
@@ -38,14 +43,30 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     load_columns,
     new_barriers,
     new_column_smem,
+    new_staging,
+    new_tile_info,
+    operand,
     producer_acquire,
-    store_slice,
+    publish_tile,
+    receive_tile,
+    release_b,
+    store_slices,
     tile_coords,
     zero_accumulator,
 )
+from tilemoe.kernels.experts.hopper.scales import (
+    BLOCK,
+    add_bias_to_slices,
+    new_row_smem,
+    row_scale_pointers,
+    scale_pointers,
+    scale_slices,
+    scaled_mainloop,
+)
 
 CHUNK_M = gl.constexpr(configs.STATIONARY_M)
-BUFFERS = gl.constexpr(2)  # staging buffers of a consumer, an epilogue slice each
+STEPS = gl.constexpr(4)  # most k-blocks of an FP8 contraction
+WARP_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
@@ -122,43 +143,40 @@ def stationary_producer(
 
 
 @gluon.jit
-def release_b(b_ring, k_block, arrivals):
-    """Arrive zero, one or two times at the ``b_empty`` barrier of one k-block."""
-    _a_smem, _b_smem, _b_full, b_empty = b_ring
-    mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 0)
-    mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 1)
-
-
-@gluon.jit
 def issue_mma_stationary(
-    ring, b_ring, step, item, k_block, acc, ACCUMULATE: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
-):
-    """As `pipeline.issue_mma`, of a streamed k-block of A and a resident one of B."""
+    ring, b_ring, step, k_block, phase, acc,
+    ACCUMULATE: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """As `pipeline.issue_mma`, of a streamed k-block of A and a resident one of B. phase: of ``b_full``."""
     a_smem, b_smem, b_full, _b_empty = b_ring
     stage = consumer_wait(ring, step)
-    mbarrier.wait(b_full.index(k_block), item & 1)
-    b = b_operand(b_smem, k_block, BN, B_K_MAJOR)
-    return warpgroup_mma(a_smem.index(stage), b, acc, use_acc=ACCUMULATE, is_async=True)
+    mbarrier.wait(b_full.index(k_block), phase)
+    a, b = operand(a_smem.index(stage), WARPGROUP_M, SCALES), b_operand(b_smem, k_block, BN, B_K_MAJOR, SCALES)
+    return warpgroup_mma(a, b, acc, use_acc=ACCUMULATE, is_async=True)
 
 
 @gluon.jit
 def mma_mainloop_stationary(
-    ring, b_ring, step, steps, item, arrivals, order_of_other, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
-):
+    ring, b_ring, step, steps, phase, arrivals, order_of_other,
+    BN: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
     """The accumulator (64, BN) fp32 of a block over ``steps`` >= 1 stages. arrivals: see `release_b`.
 
-    Hands the tensor cores to the other consumer as `gemm_pingpong.mma_mainloop_blocks` does.
+    Hands the tensor cores to the other consumer as `gemm_pingpong.mma_mainloop_blocks` does, unless order_of_other is
+    None.
     """
-    acc = issue_mma_stationary(ring, b_ring, step, item, 0, zero_accumulator(BN), False, BN, B_K_MAJOR)
+    acc = zero_accumulator(BN, SCALES)
+    acc = issue_mma_stationary(ring, b_ring, step, 0, phase, acc, False, BN, B_K_MAJOR, SCALES)
     acc = warpgroup_mma_wait(1, deps=(acc,))  # as in `pipeline.mma_mainloop`
     for k_block in range(1, steps):
         step += 1
-        acc = issue_mma_stationary(ring, b_ring, step, item, k_block, acc, True, BN, B_K_MAJOR)
+        acc = issue_mma_stationary(ring, b_ring, step, k_block, phase, acc, True, BN, B_K_MAJOR, SCALES)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         consumer_release_previous(ring, step)
         release_b(b_ring, k_block - 1, arrivals)
     step += 1
-    mbarrier.arrive(order_of_other, count=1)
+    if order_of_other is not None:
+        mbarrier.arrive(order_of_other, count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release_previous(ring, step)
     release_b(b_ring, steps - 1, arrivals)
@@ -169,19 +187,6 @@ def mma_mainloop_stationary(
 def arrivals_of(block, count):
     """How often a block arrives at ``b_empty``: an item's last two once each, an only block twice, others never."""
     return gl.where(count == 1, 2, gl.where(block >= count - 2, 1, 0))
-
-
-@gluon.jit
-def store_columns(slices, out, bias, row, end, col, staging, CONSUMER: gl.constexpr):
-    """Start the TMA stores of a block's slices, alternating staging buffers. bias: (BN) of the item, or None."""
-    last = RAGGED_EXTENT - end + row
-    for i in gl.static_range(len(slices)):
-        value = slices[i]
-        if bias is not None:
-            value += bias.slice(i * EPILOGUE_N, EPILOGUE_N).load(gl.SliceLayout(0, value.type.layout))[None, :]
-        tma.store_wait(BUFFERS - 1)
-        buffer = staging.index(BUFFERS * CONSUMER + i % BUFFERS)
-        store_slice(out, [RAGGED_EXTENT, end, last, col + i * EPILOGUE_N], value, buffer)
 
 
 @gluon.jit
@@ -212,11 +217,12 @@ def stationary_consumer(
             mbarrier.wait(mma_order.index(CONSUMER), phase)
             phase ^= 1
             acc = mma_mainloop_stationary(
-                ring, b_ring, (before + block) * steps, steps, item, arrivals_of(block, count),
-                mma_order.index(1 - CONSUMER), BN, B_K_MAJOR,
+                ring, b_ring, (before + block) * steps, steps, item & 1, arrivals_of(block, count),
+                mma_order.index(1 - CONSUMER), BN, B_K_MAJOR, "none",
             )  # fmt: skip
             row = first + block * WARPGROUP_M
-            store_columns(epilogue_slices(acc, BN), out, bias_of_item, row, end, col, staging, CONSUMER)
+            slices = epilogue_slices(acc, BN)
+            store_slices(slices, out, bias_of_item, end, row, col, staging, CONSUMER, "none", B_K_MAJOR)
         before += count
         item += 1  # noqa: SIM113
         expert, first, end, col, count = next_expert, next_first, next_end, next_col, next_count
@@ -224,9 +230,99 @@ def stationary_consumer(
 
 
 @gluon.jit
+def load_row_scales(rows_scale, row, end, steps):
+    """Issue the loads of a block's row scales: four tensors (WARPGROUP_M), one for each k-block.
+
+    Rows and k-blocks past the last repeat the last one.
+    """
+    rows = gl.maximum(gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1), 0)
+    pointers = rows_scale + rows.to(gl.int64) * steps
+    last = steps - 1
+    first, second = gl.load(pointers), gl.load(pointers + gl.minimum(1, last))
+    return first, second, gl.load(pointers + gl.minimum(2, last)), gl.load(pointers + last)
+
+
+@gluon.jit
+def scaled_producer(
+    rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, row_scale,
+    tile_info, BN: gl.constexpr,
+):  # fmt: skip
+    """Producer, one warp: as `stationary_producer`, and fills row_scale (S, WARPGROUP_M) of each stage, unless None.
+
+    tile_info of a block: (expert, arrivals and phase of B packed in one number, or -1 after the last block; row, end,
+    column).
+    """
+    column_tiles = gl.cdiv(width_out, BN)
+    row_tiles = gl.load(num_tiles)
+    total = row_tiles * column_tiles
+    steps = width_in // BK
+    step, item = 0, 0
+    expert, row, end, col, count = item_coords(
+        gl.program_id(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
+    )
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_row, next_end, next_col, next_count = item_coords(
+            index + gl.num_programs(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
+        )
+        for block in range(count):
+            if row_scale is not None:
+                scales = load_row_scales(rows_scale, row, end, steps)
+            stage = producer_acquire(ring, step)
+            publish_tile(tile_info, stage, 8 * expert + 2 * arrivals_of(block, count) + (item & 1), row, end, col)
+            for k_block in gl.static_range(STEPS):
+                if k_block < steps:
+                    if row_scale is not None:
+                        row_scale.index(producer_acquire(ring, step)).store(scales[k_block])
+                    if block == 0:
+                        load_b(weight, expert, k_block, col, b_ring, item, True)
+                    load_rows(rows, row, k_block * BK, ring, step)
+                    step += 1
+            row += WARPGROUP_M
+        item += 1  # noqa: SIM113
+        expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
+    for _ in gl.static_range(CONSUMERS):
+        stage = producer_acquire(ring, step)
+        publish_tile(tile_info, stage, -1, 0, 0, 0)
+        mbarrier.arrive(ring[2].index(stage), count=1)
+        step += steps
+
+
+@gluon.jit
+def scaled_consumer(
+    out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
+    ring, b_ring, scale_smem, tile_info, staging, CONSUMER: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """Consumer: every other block of the CTA's work items. scale_smem, SCALES: see `gemm_cooperative.rows_consumer`."""
+    steps = width_in // BK
+    step = CONSUMER * steps
+    block, row, end, col = receive_tile(ring, tile_info, step)
+    while block >= 0:
+        expert, arrivals, phase = block // 8, block // 2 % 4, block & 1
+        if SCALES == "rows":
+            columns = col + gl.arange(0, 2 * BLOCK, PAIR_LAYOUT)
+            of_columns = load_columns(weight_scale, expert, stride_se, columns, width_out)
+            of_rows = gl.load(row_scale_pointers(rows_scale, None, row, end))
+            acc = mma_mainloop_stationary(ring, b_ring, step, steps, phase, arrivals, None, 2 * BLOCK, True, SCALES)
+            slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
+        else:
+            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
+            slices, _step = scaled_mainloop(
+                ring, b_ring, scale_smem, scales, stride_sin, step, steps, phase, arrivals, CONSUMER
+            )
+        if bias is not None:
+            slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + BLOCK, width_out)
+        store_slices(slices, out, None, end, row, col, staging, CONSUMER, "none", True)
+        step += CONSUMERS * steps
+        block, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def gemm_stationary_kernel(
     rows,
+    rows_scale,
     weight,
+    weight_scale,
     bias,
     out,
     expert_of_tile,
@@ -236,7 +332,11 @@ def gemm_stationary_kernel(
     row_start_of_expert,
     width_in,
     width_out,
+    stride_se,
+    stride_sout,
+    stride_sin,
     stride_bias,
+    SCALES: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
     B_STAGES: gl.constexpr,
     BN: gl.constexpr,
@@ -244,24 +344,45 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """down_proj and up_proj_dgrad with width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, but with tiles
-    of CHUNK_M rows."""
+    """down_proj and up_proj_dgrad with width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, or
+    `gemm_cooperative.gemm_cooperative_kernel` of FP8 operands, but with tiles of CHUNK_M rows; rows is a TMA
+    descriptor."""
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
-    staging = gl.allocate_shared_memory(
-        rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)
-    )
-    bias_smem = new_column_smem(BN)
-    mma_order = new_barriers(CONSUMERS, 1)
+    staging = new_staging(rows.dtype)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
-    gl.warp_specialize(
-        [
-            (stationary_consumer, (out, bias, stride_bias, tiles, num_tiles, row_start_of_expert, width_in, width_out,
-                                   ring, b_ring, staging, bias_smem, mma_order, 0, BN, B_K_MAJOR)),
-            (stationary_consumer, (out, bias, stride_bias, tiles, num_tiles, row_start_of_expert, width_in, width_out,
-                                   ring, b_ring, staging, bias_smem, mma_order, 1, BN, B_K_MAJOR)),
-            (stationary_producer, (rows, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring,
-                                   b_ring, BN, B_K_MAJOR)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if SCALES == "none":
+        bias_smem, mma_order = new_column_smem(BN), new_barriers(CONSUMERS, 1)
+        gl.warp_specialize(
+            [
+                (stationary_consumer, (out, bias, stride_bias, tiles, num_tiles, row_start_of_expert, width_in,
+                                       width_out, ring, b_ring, staging, bias_smem, mma_order, 0, BN, B_K_MAJOR)),
+                (stationary_consumer, (out, bias, stride_bias, tiles, num_tiles, row_start_of_expert, width_in,
+                                       width_out, ring, b_ring, staging, bias_smem, mma_order, 1, BN, B_K_MAJOR)),
+                (stationary_producer, (rows, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring,
+                                       b_ring, BN, B_K_MAJOR)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.static_assert(B_STAGES == STEPS and STAGES >= 2 * STEPS, "see above")
+        gl.static_assert(BN == 2 * BLOCK and B_K_MAJOR, "two blocks of scales")
+        if SCALES == "rows":
+            scale_smem = new_column_smem(BN)
+            row_scale: gl.constexpr = None
+        else:  # the row scales of each stage of A
+            scale_smem = new_row_smem(STAGES, WARPGROUP_M)
+            row_scale = scale_smem
+        tile_info = new_tile_info(STAGES)
+        gl.warp_specialize(
+            [
+                (scaled_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
+                                   width_in, width_out, ring, b_ring, scale_smem, tile_info, staging, 0, SCALES)),
+                (scaled_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
+                                   width_in, width_out, ring, b_ring, scale_smem, tile_info, staging, 1, SCALES)),
+                (scaled_producer, (rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
+                                   ring, b_ring, row_scale, tile_info, BN)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

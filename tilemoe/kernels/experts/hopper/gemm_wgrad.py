@@ -1,7 +1,8 @@
 """The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows; A
 is gathered by token.
 
-T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous)
+T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous) · G CTAs
+c width of a slice of A
 BM x BN tile of (p, q) · BK k-block: rows of the expert per stage
 
 Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B by TMA, neither of them K-major; each of
@@ -9,6 +10,14 @@ two consumer warp groups has 64 of a tile's BM rows. Persistent, static schedule
 shorter side innermost. An expert without rows takes a stage without operands; its gradient is zero.
 
 Where the sums of each expert's rows of B are wanted (db1), A has ONES further columns, of ones: row p of the product.
+
+FP8 operands (`gemm_transposed_kernel`) are transposed copies, with room L along the rows, laid out by
+`triton.transpose`: both are K-major and come by TMA, so that one warp is the producer; a k-block is 128 rows. Tensor
+cores truncate as they add, to some 14 bits, so that a long sum of products with a mean comes out too small: by .7%
+after 4,096 rows where both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a sum
+of more than CHUNK k-blocks is made of chunks of equal size, and the sums of chunks are added in fp32. Registers have no
+room for a second accumulator, so the chunks' sum so far is in global memory, in practice in L2: each thread writes its
+own elements of the tile and reads them back, so no synchronisation is needed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -28,6 +37,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     EPILOGUE_N,
     RAGGED_EXTENT,
     WARPGROUP_M,
+    begin_mainloop,
     epilogue_slices,
     fence_and_store,
     halves,
@@ -45,6 +55,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     store_slice,
     zero_accumulator,
 )
+from tilemoe.kernels.experts.hopper.scales import BLOCK
 from tilemoe.kernels.experts.triton.gemm_wgrad import ONES as _ONES
 
 ONES = gl.constexpr(_ONES.value)
@@ -209,9 +220,10 @@ def wgrad_consumer(
         computes = steps > 0
         if sums is not None:  # in a tile that begins at row p the second consumer has no rows
             computes = computes & (first + CONSUMER * WARPGROUP_M < p + ONES)
-        acc = zero_accumulator(BN)
+        acc = zero_accumulator(BN, "none")
         if computes:
-            acc, step = mma_mainloop(ring, step, steps, False, CONSUMER, BN, False, False)
+            acc = begin_mainloop(ring, step, CONSUMER, BN, False, False, "none")
+            acc, step = mma_mainloop(ring, acc, step, steps, False, CONSUMER, BN, False, False, "none")
         else:
             step = skip_stages(ring, step, 1 if sums is None else gl.maximum(steps, 1), False)
         row = first + CONSUMER * WARPGROUP_M
@@ -264,5 +276,136 @@ def gemm_wgrad_kernel(
                               p, q, ring, tile_info, BN)),
         ],
         [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+# With FP8 operands
+
+
+@gluon.jit
+def transposed_producer(
+    by_token, by_row, row_start_of_expert, num_experts, width, q, ring, tile_info, BN: gl.constexpr
+):  # fmt: skip
+    """Producer, one warp: stages of 128 rows of A, by_token (c, L / 2), and of B, by_row (q, L / 2).
+
+    tile_info: (expert, first row and column of the tile, number of stages); 0 comes in a stage without operands.
+    """
+    a_smem, b_smem, full, _empty = ring
+    total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, start, end, first, col = weight_tile_coords(index, total, width, q, row_start_of_expert, BN)
+        steps = gl.cdiv(end - start, BLOCK)
+        place = (start // BLOCK + expert) * BK  # as `triton.transpose.first_block`
+        stage = producer_acquire(ring, step)
+        publish_tile(tile_info, stage, expert, first, col, steps)
+        if steps == 0:
+            mbarrier.arrive(full.index(stage), count=1)
+            step += 1
+        for k in range(steps):
+            stage = producer_acquire(ring, step)
+            mbarrier.expect(full.index(stage), by_token.block_type.nbytes + by_row.block_type.nbytes)
+            tma_load(by_token, [first, place + k * BK], full.index(stage), a_smem.index(stage))
+            tma_load(by_row, [col, place + k * BK], full.index(stage), b_smem.index(stage))
+            step += 1
+
+
+@gluon.jit
+def partial_pointers(partial, value, i: gl.constexpr, CONSUMER: gl.constexpr, BN: gl.constexpr):
+    """Pointers to the ``i``-th slice of this consumer's tile in partial (G, CONSUMERS, WARPGROUP_M, BN)."""
+    tile = partial + (gl.program_id(0) * CONSUMERS + CONSUMER) * (WARPGROUP_M * BN)
+    rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, value.type.layout))
+    columns = i * EPILOGUE_N + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
+    return tile + rows[:, None] * BN + columns[None, :]
+
+
+@gluon.jit
+def add_partial(partial, value, i: gl.constexpr, exists, CONSUMER: gl.constexpr, BN: gl.constexpr):
+    """``value`` (WARPGROUP_M, EPILOGUE_N) plus what the tile's earlier chunks have summed, if one ``exists``."""
+    if exists:
+        value += gl.load(partial_pointers(partial, value, i, CONSUMER, BN))
+    return value
+
+
+@gluon.jit
+def transposed_consumer(
+    out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info, staging,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
+):  # fmt: skip
+    """Consumer. Epilogue of each chunk: multiply by the expert's scale and add the chunks before it. The sum goes to
+    ``partial``, that of the last chunk to ``out``, as `wgrad_consumer` stores or adds it.
+    """
+    total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
+    rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, zero_accumulator(BN, "experts").type.layout))
+    step = 0
+    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, col, steps = receive_tile(ring, tile_info, step)
+        chunks, row = gl.maximum(gl.cdiv(steps, CHUNK), 1), first_of_slice + first + CONSUMER * WARPGROUP_M
+        of_expert = scale + expert + 0 * rows  # one scale for all rows, loaded as theirs are: behind a product
+        for chunk in range(chunks):
+            acc = zero_accumulator(BN, "experts")
+            if steps > 0:
+                count = gl.cdiv(steps, chunks - chunk)
+                acc = begin_mainloop(ring, step, CONSUMER, BN, True, True, "experts")
+                of_rows = gl.load(of_expert)
+                acc, step = mma_mainloop(ring, acc, step, count, False, CONSUMER, BN, True, True, "experts")
+                acc *= of_rows[:, None]
+                steps -= count
+            else:
+                step = skip_stages(ring, step, 1, False)
+            slices = epilogue_slices(acc, BN)
+            for i in gl.static_range(4):
+                value = add_partial(partial, slices[i], i, chunk > 0, CONSUMER, BN)
+                if steps > 0:
+                    gl.store(partial_pointers(partial, value, i, CONSUMER, BN), value)
+                else:
+                    store_gradient(
+                        out, value, expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS
+                    )
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_transposed_kernel(
+    by_token,
+    by_row,
+    scale,
+    out,
+    partial,
+    row_start_of_expert,
+    num_experts,
+    first_of_slice,
+    width,
+    q,
+    TRANSPOSED: gl.constexpr,
+    ADDS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """by_token (c, L / 2) and by_row (q, L / 2) of 16 bits, scale (E) -> ``width`` = c rows, from first_of_slice on,
+    of out (E, p, q), or columns of (E, q, p) if TRANSPOSED.
+
+    Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
+    partial (G, CONSUMERS, WARPGROUP_M, BN) fp32: room for sums of a tile's chunks, each of at most CHUNK k-blocks.
+    """
+    staged: gl.constexpr = gl.NVMMASharedLayout(128, 32 if ADDS else 16, 2)
+    a_smem = gl.allocate_shared_memory(by_token.dtype, [STAGES, BM, BK], by_token.layout)
+    b_smem = gl.allocate_shared_memory(by_row.dtype, [STAGES, BN, BK], by_row.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [2 * CONSUMERS] + out.block_shape[1:], staged)  # noqa: RUF005
+    ring = (a_smem, b_smem, new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS))
+    tile_info = new_tile_info(STAGES)
+    gl.warp_specialize(
+        [
+            (transposed_consumer, (out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info,
+                                   staging, 0, BN, CHUNK, TRANSPOSED, ADDS)),
+            (transposed_consumer, (out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info,
+                                   staging, 1, BN, CHUNK, TRANSPOSED, ADDS)),
+            (transposed_producer, (by_token, by_row, row_start_of_expert, num_experts, width, q, ring, tile_info, BN)),
+        ],
+        [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

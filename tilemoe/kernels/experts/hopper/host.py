@@ -1,6 +1,7 @@
 """Host side of the Hopper GEMMs: outputs, TMA descriptors, compile-time constants and grid of each launch.
 
-Reads no value back from the device: grids are sized by the capacity of the tile lists.
+Reads no value back from the device: grids are sized by the capacity of the tile lists. An operand is a tensor of 16
+bits or an `Operand` in e4m3, contiguous along the contraction, with the scales of `quantize`.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.dense import is_column_major
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, scales_of
+from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.configs import (
     ADDED_N,
@@ -24,20 +28,21 @@ from tilemoe.kernels.experts.hopper.configs import (
     tile_of,
 )
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
+from tilemoe.kernels.experts.hopper.gemm_cooperative import gemm_cooperative_kernel
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import gemm_dgrad_dact_kernel
 from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
 from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
 from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
-from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_wgrad_kernel
+from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel, gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.host import (
-    act_outputs,
     dact_outputs,
     gate_up_layout,
     ones_beside,
     split_parts,
 )
 from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.kernels.experts.triton.transpose import WgradOperands
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
@@ -48,8 +53,8 @@ _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 
 def rows_launch(
     kernel: Kernel,
-    rows: Tensor,
-    weight: Tensor,
+    rows: Tensor | Operand,
+    weight: Tensor | Operand,
     bias: Tensor | None,
     plan: RoutingPlan,
     tiles: TileList,
@@ -58,59 +63,72 @@ def rows_launch(
     """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
     plus bias (E, q).
 
-    weight: p or q contiguous. bias: q contiguous. tiles: of `tile_of`'s block_m.
+    weight: p or q contiguous; p in FP8. bias: q contiguous. tiles: of `rows_tile`'s block_m.
     """
-    p, q = weight.shape[1:]
-    out = rows.new_empty(plan.capacity, q)
-    tile = tile_of(kernel, p)
-    right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
-    left, to = described(rows, [WARPGROUP_M, BLOCK_K]), ragged_descriptor(out, _EPILOGUE_BLOCK)
-    operands, sizes = (left, right, bias, to, *tiles), (p, q, _row_stride(bias))
+    tile = rows_tile(kernel, weight)
+    left, right = _moved(rows), _moved(weight)
+    p, q = right.shape[1:]
+    out = left.new_empty(plan.capacity, q)
+    from_weight, k_major = weight_descriptor(right.unsqueeze(1), tile.block_n)
+    to = ragged_descriptor(out, _EPILOGUE_BLOCK)
+    operands = (_scale(rows), from_weight, _scale(weight), bias, to, *tiles)
+    sizes = (p, q, *_scale_strides(weight), _row_stride(bias))
     column_tiles = ceil_div(q, tile.block_n)
     grid = persistent_grid(device, tiles.capacity * column_tiles)
+    constants: dict[str, Any]
     if tile.b_stages:
-        args = (*operands, plan.row_start_of_expert, *sizes)
-        constants = {"B_K_MAJOR": k_major, "B_STAGES": tile.b_stages}
+        args = (described(left, [WARPGROUP_M, BLOCK_K]), *operands, plan.row_start_of_expert, *sizes)
+        constants = {"SCALES": _scales(weight), "B_K_MAJOR": k_major, "B_STAGES": tile.b_stages}
         return hopper_launch(gemm_stationary_kernel, grid, args, constants, tile), out
+    if isinstance(weight, Operand):
+        constants = {"SCALES": _scales(weight)}
+        return hopper_launch(gemm_cooperative_kernel, grid, (left, *operands, *sizes), constants, tile), out
+    args = (described(left, [WARPGROUP_M, BLOCK_K]), from_weight, bias, to, *tiles, p, q, _row_stride(bias))
     constants = {"B_K_MAJOR": k_major, "BAND": band_tiles(kernel, column_tiles, p)}
-    return hopper_launch(gemm_rows_kernel, grid, (*operands, *sizes), constants, tile), out
+    return hopper_launch(gemm_rows_kernel, grid, args, constants, tile), out
+
+
+def rows_tile(kernel: Kernel, weight: Tensor | Operand) -> TileConfig:
+    """The tile of down_proj and up_proj_dgrad for a weight (E, p, q)."""
+    if isinstance(weight, Operand):
+        return configs.fp8_rows_tile(weight.data.shape[1])
+    return tile_of(kernel, weight.shape[1])
 
 
 def up_proj_act_launch(
-    x: Tensor,
-    w1: Tensor,
+    x: Tensor | Operand,
+    w1: Tensor | Operand,
     b1: Tensor | None,
     plan: RoutingPlan,
     tiles: TileList,
     spec: ActivationSpec,
     keep_h: bool,
     device: Device,
-) -> tuple[Launch, Tensor, Tensor]:
+) -> tuple[Launch, Tensor | Operand, Tensor]:
     """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E,
-    w)."""
-    d, n = x.shape[1], w1.shape[1] // spec.width_factor
-    a, h = act_outputs(x, plan, spec, n, keep_h)
-    weight = split_parts(w1, spec).transpose(2, 3)
-    parts, width = weight.shape[1], weight.shape[3]
-    tile = TILES["up_proj_act"]
+    w). In FP8 d is contiguous, and a is quantised."""
+    source = _moved(x)
+    weight = split_parts(_moved(w1), spec).transpose(2, 3)
+    parts, d, width = weight.shape[1:]
+    n = parts * width // spec.width_factor
+    a = _empty_a(x, plan.capacity, n)
+    h = source.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n)
+    tile = TILES["up_proj_act"] if isinstance(x, Tensor) else configs.FP8_TILE
     columns = tile.block_n // parts
     column_tiles = ceil_div(width, columns)
     right, k_major = weight_descriptor(weight, columns)
-    to_a, to_h = ragged_descriptor(a, _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
-    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles)
-    args = (*operands, d, n, x.stride(0), _row_stride(b1), spec.limit, spec.alpha)
-    constants = {
-        **gather_constants("up_proj_act", spec, column_tiles, d),
-        "KEEP_H": keep_h,
-        **_weight_constants(k_major, d),
-    }
+    to_a, to_h = ragged_descriptor(_moved(a), _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
+    operands = (source, _scale(x), right, _scale(w1), b1, to_a, _scale(a), to_h)
+    strides = (_gathered_stride(x), _scale_strides(w1)[0], _row_stride(b1))
+    args = (*operands, plan.token_of_row, *tiles, d, n, *strides, spec.limit, spec.alpha)
+    constants = {**_gather_constants("up_proj_act", spec, column_tiles, w1, k_major, d), "KEEP_H": keep_h}
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return hopper_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
 
 
 def dgrad_dact_launch(
-    do: Tensor,
-    w2: Tensor,
+    do: Tensor | Operand,
+    w2: Tensor | Operand,
     h: Tensor,
     s: Tensor,
     plan: RoutingPlan,
@@ -118,23 +136,25 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n), d
+    contiguous in FP8.
 
     partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
     """
-    d, n = w2.shape[1:]
-    tile = TILES["down_proj_dgrad_dact"]
+    source, weight = _moved(do), _moved(w2)
+    d, n = weight.shape[1:]
+    tile = TILES["down_proj_dgrad_dact"] if isinstance(do, Tensor) else configs.FP8_TILE
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
-    right, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
+    right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
     from_h, to_dh = h_descriptors(h, dh, n, spec)
-    operands = (do, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
+    operands = (source, _scale(do), right, _scale(w2), from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK))
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
-    args = (*operands, *indices, plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
+    strides = (_gathered_stride(do), _scale_strides(w2)[0])
+    args = (*operands, s, partial, *indices, plan.capacity, d, n, *strides, spec.limit, spec.alpha)
     constants = {
-        **gather_constants("down_proj_dgrad_dact", spec, column_tiles, d),
+        **_gather_constants("down_proj_dgrad_dact", spec, column_tiles, w2, k_major, d),
         "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,
-        **_weight_constants(k_major, d),
     }
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return hopper_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
@@ -167,7 +187,61 @@ def wgrad_launch(
     return hopper_launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, tile)
 
 
-# Shared with the FP8 kernels
+def fp8_wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
+    """down_proj_wgrad and up_proj_wgrad with FP8 operands: a slice of out (E, p, q), p or q contiguous; adds: out,
+    fp32, is accumulated into."""
+    tile, width, q = configs.FP8_WGRAD, operands.by_token.shape[0], operands.by_row.shape[0]
+    left, right = (data.view(torch.bfloat16) for data in (operands.by_token, operands.by_row))
+    to, transposed = gradient_descriptor(out, adds)
+    described_operands = (described(left, [tile.block_m, BLOCK_K]), described(right, [tile.block_n, BLOCK_K]))
+    sizes = (plan.num_experts, operands.first, width, q)
+    grid = persistent_grid(device, plan.num_experts * ceil_div(width, tile.block_m) * ceil_div(q, tile.block_n))
+    partial = operands.scale.new_empty(*grid, tile.block_m, tile.block_n)
+    args = (*described_operands, operands.scale, to, partial, plan.row_start_of_expert, *sizes)
+    constants = {"TRANSPOSED": transposed, "ADDS": adds, "CHUNK": configs.CHUNK}
+    return hopper_launch(gemm_transposed_kernel, grid, args, constants, tile)
+
+
+# Operands, 16-bit or FP8
+
+
+def _empty_a(x: Tensor | Operand, rows: int, n: int) -> Tensor | Operand:
+    if isinstance(x, Tensor):
+        return x.new_empty(rows, n)
+    scale = x.data.new_empty(rows, n // BLOCK, dtype=torch.float32)
+    return Operand(x.data.new_empty(rows, n), scale, ROWS, x.dtype)
+
+
+def _moved(operand: Tensor | Operand) -> Tensor:
+    """The 16-bit elements that the pipeline moves: of an `Operand`, pairs along its contiguous dimension."""
+    if isinstance(operand, Tensor):
+        return operand
+    data, dtype = operand.data, operand.dtype
+    return data.view(dtype) if data.stride(-1) == 1 else data.transpose(1, 2).view(dtype).transpose(1, 2)
+
+
+def _scale(operand: Tensor | Operand) -> Tensor | None:
+    return None if isinstance(operand, Tensor) else operand.scale
+
+
+def _scales(weight: Tensor | Operand) -> str:
+    return "none" if isinstance(weight, Tensor) else scales_of(weight)
+
+
+def _scale_strides(weight: Tensor | Operand) -> tuple[int | None, ...]:
+    """Strides of a weight's scales from expert to expert, along its columns, and along the contraction."""
+    if isinstance(weight, Tensor):
+        return None, None, None
+    of_expert, of_contraction, of_column = weight.scale.stride()
+    return of_expert, of_column, of_contraction
+
+
+def _gathered_stride(rows: Tensor | Operand) -> int | None:
+    """None where rows are contiguous, as quantised ones are."""
+    return rows.stride(0) if isinstance(rows, Tensor) else None
+
+
+# Launches
 
 
 def gradient_descriptor(out: Tensor, adds: bool) -> tuple[Any, bool]:
@@ -191,11 +265,20 @@ def hopper_launch(
     return launch_of(kernel, grid, args, constants, configs.CONSUMER_WARPS, max_registers=configs.MAX_REGISTERS)
 
 
-def gather_constants(kernel: Kernel, spec: ActivationSpec, column_tiles: int, contraction: int) -> dict[str, Any]:
+def _gather_constants(
+    kernel: Kernel, spec: ActivationSpec, column_tiles: int, weight: Tensor | Operand, k_major: bool, width_in: int
+) -> dict[str, Any]:
     """Constants of up_proj and down_proj_dgrad. GATE_UP: the layout of gate and up, "none" where the activation has no
-    gate."""
-    band = band_tiles(kernel, column_tiles, contraction)
-    return {"ACTIVATION": spec.name, "GATE_UP": gate_up_layout(spec) or "none", "BAND": band}
+    gate. width_in: the contraction's length in elements of 16 bits."""
+    contraction = width_in if isinstance(weight, Tensor) else 2 * width_in
+    return {
+        "SCALES": _scales(weight),
+        "ACTIVATION": spec.name,
+        "GATE_UP": gate_up_layout(spec) or "none",
+        "BAND": band_tiles(kernel, column_tiles, contraction),
+        "B_K_MAJOR": k_major,
+        "EVEN_K": width_in % BLOCK_K == 0,
+    }
 
 
 def h_output(h: Tensor, parts: int, n: int) -> Any:
@@ -213,10 +296,6 @@ def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[
     h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
     block = [2, *_EPILOGUE_BLOCK]
     return described(h, block), ragged_descriptor(dh, block, rows_at=1)
-
-
-def _weight_constants(k_major: bool, contraction: int) -> dict[str, bool]:
-    return {"B_K_MAJOR": k_major, "EVEN_K": contraction % BLOCK_K == 0}
 
 
 def _row_stride(bias: Tensor | None) -> int:

@@ -16,6 +16,10 @@ and mbarriers (S, 1). Each role counts its k-blocks in ``step``, from 0: stage s
 Tile scheduler: the producer decodes a tile's coordinates and passes them to the consumers in shared memory,
 ``tile_info``, with the tile's first stage. Static: CTA i of P has tiles i, i + P, ... Dynamic (up_proj,
 down_proj_dgrad): see `scheduler_next`.
+
+SCALES says what the operands are: "none", 16-bit ones; else e4m3, with scales as `scales` has them. The pipeline moves
+bytes: for it, two e4m3 values of a row are one element of the layer's 16-bit dtype, so that BK, the producers and the
+stages are the same. `operand` views a stage as what wgmma is to multiply.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -56,6 +60,21 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
+    """A cooperative kernel's ring, of which a producer warp group fills A, (S, BM, BK), by cp.async and B by TMA."""
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], gl.NVMMASharedLayout(128, 16, 2))
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    return a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS)
+
+
+@gluon.jit
+def new_staging(dtype: gl.constexpr):
+    """(2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N): two staging buffers for each consumer's TMA stores."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], layout)
 
 
 # Tile scheduler
@@ -241,21 +260,40 @@ def skip_stages(ring, step, steps, pending_release):
     return step
 
 
+@gluon.jit
+def release_b(b_ring, k_block, arrivals):
+    """Of a weight that stays in shared memory (`gemm_stationary`): arrive up to twice at a k-block's ``b_empty``."""
+    _a_smem, _b_smem, _b_full, b_empty = b_ring
+    mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 0)
+    mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 1)
+
+
 # Mainloop
 
 
 @gluon.jit
-def zero_accumulator(BN: gl.constexpr):
+def zero_accumulator(BN: gl.constexpr, SCALES: gl.constexpr):
     """(WARPGROUP_M, BN) fp32 zeros in wgmma's accumulator layout of one warp group."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    K: gl.constexpr = 16 if SCALES == "none" else 32
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, K])
     return gl.zeros([WARPGROUP_M, BN], gl.float32, layout)
 
 
 @gluon.jit
-def b_operand(b_smem, stage, BN: gl.constexpr, B_K_MAJOR: gl.constexpr):
+def operand(buffer, ROWS: gl.constexpr, SCALES: gl.constexpr):
+    """A stage's buffer of (ROWS, BK) elements of 16 bits: itself, or, where the values are e4m3, (ROWS, 2 * BK)."""
+    if SCALES == "none":
+        values = buffer.reshape([ROWS, BK])
+    else:
+        values = reinterpret(buffer, gl.float8e4nv, [ROWS, 2 * BK], gl.NVMMASharedLayout(128, 8, 2))
+    return values
+
+
+@gluon.jit
+def b_operand(b_smem, stage, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr):
     """B (BK, BN) of a stage. B_K_MAJOR: stored as (BN, BK), K contiguous; else as (BK, BN), N contiguous."""
     if B_K_MAJOR:
-        b = b_smem.index(stage).reshape([BN, BK]).permute([1, 0])
+        b = operand(b_smem.index(stage), BN, SCALES).permute([1, 0])
     else:
         swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         b = reinterpret(b_smem.index(stage), b_smem.dtype, [BK, BN], swizzled)
@@ -265,7 +303,7 @@ def b_operand(b_smem, stage, BN: gl.constexpr, B_K_MAJOR: gl.constexpr):
 @gluon.jit
 def issue_mma(
     ring, step, acc, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, BN: gl.constexpr,
-    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Issue the wgmma of a stage once it is full, without waiting for it.
 
@@ -274,38 +312,42 @@ def issue_mma(
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
     if A_K_MAJOR:
-        a = a_smem.index(stage).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
+        a = operand(a_smem.index(stage), BM, SCALES).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
     else:
         a = a_smem.index(CONSUMERS * stage + CONSUMER).permute([1, 0])
-    b = b_operand(b_smem, stage, BN, B_K_MAJOR)
+    b = b_operand(b_smem, stage, BN, B_K_MAJOR, SCALES)
     return warpgroup_mma(a, b, acc, use_acc=ACCUMULATE, is_async=True)
 
 
 @gluon.jit
+def begin_mainloop(
+    ring, step, CONSUMER: gl.constexpr, BN: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    SCALES: gl.constexpr,
+):  # fmt: skip
+    """Issue a tile's first wgmma; see `mma_mainloop`. What is loaded after it is hidden by the mainloop."""
+    acc = zero_accumulator(BN, SCALES)
+    return issue_mma(ring, step, acc, False, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR, SCALES)
+
+
+@gluon.jit
 def mma_mainloop(
-    ring,
-    step,
-    steps,
-    pending_release,
-    CONSUMER: gl.constexpr,
-    BN: gl.constexpr,
-    A_K_MAJOR: gl.constexpr,
-    B_K_MAJOR: gl.constexpr,
-):
+    ring, acc, step, steps, pending_release, CONSUMER: gl.constexpr, BN: gl.constexpr, A_K_MAJOR: gl.constexpr,
+    B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
     """Returns (accumulator (WARPGROUP_M, BN) fp32 of this consumer's rows over ``steps`` >= 1 stages, next step).
 
+    acc: of `begin_mainloop`, for ``step``.
     pending_release: the preceding stage is still being read by the previous tile's TMA stores (down_proj_dgrad). It is
     released when they are done, while the first wgmma runs.
     A_K_MAJOR: a_smem is (S, BM, BK), else (2 S, BK, 64), a block for each consumer. B_K_MAJOR: see `b_operand`.
     """
-    acc = issue_mma(ring, step, zero_accumulator(BN), False, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR)
     if pending_release:
         tma.store_wait(0)
     acc = warpgroup_mma_wait(1, deps=(acc,))  # never blocks: makes acc a value that the loop can carry
     consumer_release_previous(ring, step, pending_release)
     for _ in range(1, steps):
         step += 1
-        acc = issue_mma(ring, step, acc, True, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR)
+        acc = issue_mma(ring, step, acc, True, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR, SCALES)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         consumer_release_previous(ring, step)
     step += 1
@@ -321,6 +363,16 @@ def row_pointers(table, row, end, rows):
     Rows past the end thus repeat the last one: their results are not stored, or the other operand is zero there.
     """
     return table + gl.maximum(gl.minimum(row + rows, end - 1), 0)
+
+
+@gluon.jit
+def load_tokens(token_of_row, row, end, rows):
+    """The tokens of an expert's rows ``row + rows``, clamped to its last; without token_of_row, the rows themselves."""
+    if token_of_row is None:
+        token = gl.maximum(gl.minimum(row + rows, end - 1), 0)
+    else:
+        token = gl.load(row_pointers(token_of_row, row, end, rows))
+    return token
 
 
 # Epilogue
@@ -392,3 +444,28 @@ def fence_and_store(descriptor, place, buffer):
     fence_async_shared()
     source = buffer.reshape(descriptor.block_shape)
     tma_store(descriptor, place, source)
+
+
+@gluon.jit
+def store_slices(
+    slices, out, bias, end, row, col, staging,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, B_K_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """Start the TMA stores of a consumer's slices of a tile, through its two buffers (`new_staging`).
+
+    bias: (BN) in shared memory to add, or None. GATE_UP "concatenated": out has two parts, whose columns lie in the
+    tile as its two halves if B_K_MAJOR, else they alternate every EPILOGUE_N.
+    """
+    last = RAGGED_EXTENT - end + row
+    for i in gl.static_range(len(slices)):
+        value = slices[i]
+        if bias is not None:
+            value += bias.slice(i * EPILOGUE_N, EPILOGUE_N).load(gl.SliceLayout(0, value.type.layout))[None, :]
+        tma.store_wait(1)
+        if GATE_UP != "concatenated":
+            place = [RAGGED_EXTENT, end, last, col + i * EPILOGUE_N]
+        elif B_K_MAJOR:
+            place = [RAGGED_EXTENT, end, last, i // 2, col + i % 2 * EPILOGUE_N]
+        else:
+            place = [RAGGED_EXTENT, end, last, i % 2, col + i // 2 * EPILOGUE_N]
+        store_slice(out, place, value, staging.index(2 * CONSUMER + i % 2))

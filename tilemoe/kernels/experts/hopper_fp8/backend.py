@@ -22,9 +22,8 @@ from tilemoe.config import quantizes_wgrad
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand
-from tilemoe.kernels.experts.hopper import configs
+from tilemoe.kernels.experts.hopper import configs, host
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend, describable_weight
-from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_blocks, quantized_rows, row_weight
@@ -56,14 +55,14 @@ class HopperFp8Backend(HopperBackend):
 
     def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         rows = a if isinstance(a, Operand) else quantized_blocks(a.contiguous(), BLOCK)
-        return self._rows_times(rows, block_weight(w2), b2, plan)
+        return self._rows_times("down_proj", rows, block_weight(w2).transposed(), b2, plan)
 
     def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self.down_proj(a, w2, b2, plan)
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
         rows = dh if isinstance(dh, Operand) else quantized_rows(dh.contiguous())
-        return self._rows_times(rows, row_weight(w1, 1).transposed(), None, plan)
+        return self._rows_times("up_proj_dgrad", rows, row_weight(w1, 1), None, plan)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -71,13 +70,13 @@ class HopperFp8Backend(HopperBackend):
         if plan.capacity == 0:
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
         device = _device(do)
-        tiles = listed_tiles(plan, host.TILE.block_m)
-        do, weight = aligned_rows(do), row_weight(w2, 1).transposed()
+        tiles = listed_tiles(plan, configs.FP8_TILE.block_m)
+        do, weight = aligned_rows(do), row_weight(w2, 1)
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(
             quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, device
         )
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tiles, host.TILE.block_m), a_scaled
+        return dh, score_grad(partial, do, b2, s, plan, tiles, configs.FP8_TILE.block_m), a_scaled
 
     def up_proj_wgrad_bias_grad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
@@ -102,7 +101,7 @@ class HopperFp8Backend(HopperBackend):
             return
         assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
         for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
-            host.wgrad_launch(operands, out, plan, device, adds).run()
+            host.fp8_wgrad_launch(operands, out, plan, device, adds).run()
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
@@ -110,22 +109,23 @@ class HopperFp8Backend(HopperBackend):
         if plan.capacity == 0:
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         device = _device(x)
-        tiles = listed_tiles(plan, host.TILE.block_m)
+        tiles = listed_tiles(plan, configs.FP8_TILE.block_m)
         operands = (quantized_rows(aligned_rows(x)), row_weight(w1, 2))
         bias = None if b1 is None else aligned_rows(b1)
         launch, a, h = host.up_proj_act_launch(*operands, bias, plan, tiles, spec, keep_h, device)
         launch.run()
         return a, h
 
-    def _rows_times(self, rows: Operand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """down_proj and up_proj_dgrad: out (R_max, q), rows (R_max, p) times weight (E, q, p) transposed, which is
-        contiguous along p."""
+    def _rows_times(
+        self, kernel: Kernel, rows: Operand, weight: Operand, bias: Tensor | None, plan: RoutingPlan
+    ) -> Tensor:
+        """down_proj and up_proj_dgrad: out (R_max, q), rows (R_max, p) times weight (E, p, q), contiguous along p."""
         if plan.capacity == 0:
-            return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
-        tiles, device = listed_tiles(plan, host.rows_tile(weight.data.shape[2]).block_m), device_of(weight.data)
-        assert rows.block[1] == weight.block[1], "as many scales along the contraction"
+            return weight.scale.new_empty(0, weight.data.shape[2], dtype=weight.dtype)
+        tiles, device = listed_tiles(plan, host.rows_tile(kernel, weight).block_m), device_of(weight.data)
+        assert rows.block[1] == weight.block[0], "as many scales along the contraction"
         bias = None if bias is None else aligned_rows(bias)
-        launch, out = host.rows_launch(rows, weight, bias, plan, tiles, device)
+        launch, out = host.rows_launch(kernel, rows, weight, bias, plan, tiles, device)
         launch.run()
         return out
 

@@ -6,7 +6,7 @@ C capacity of the list of row tiles · L = C * 128 room along the rows · c widt
 Tensor cores read 8-bit operands contiguous along the contraction, here an expert's rows. So both operands are copied:
 A's quantised tokens as they are, gathered and transposed, (c, L), one slice of columns after the other to bound the
 memory; B times its tokens' scales, quantised with one scale per expert and transposed, (q, L). An expert's rows take
-whole blocks of 128, from `first_block` on, zeros past its last. So the GEMM (`hopper_fp8.gemm_wgrad`) scales nothing
+whole blocks of 128, from `first_block` on, zeros past its last. So the GEMM (`hopper.gemm_wgrad`) scales nothing
 but its result, by the expert's scale.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
