@@ -6,7 +6,9 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,8 +91,15 @@ def sums_launches(of: Operands, turned: Tensor) -> dict[str, Launch]:
     return launches
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", all_launches(torch.bfloat16))
+def named(names: Iterable[str]) -> list[Any]:
+    """Each; of the weight gradients' forms all but the one that has them all are thorough."""
+    of_all = "up_proj_wgrad, sums, added, column-major"
+    are_plain = {name: "wgrad" not in name or name in ("up_proj_wgrad", of_all) for name in names}
+    return [pytest.param(name, marks=() if plain else pytest.mark.thorough) for name, plain in are_plain.items()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("name", named(all_launches(torch.bfloat16)))
 def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     launch = all_launches(dtype)[name]
     compiled = compile_launch(launch, 90)
@@ -133,7 +142,7 @@ def stationary_launch(kernel: Kernel, n: int, bias: bool, transposed: bool) -> L
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("n", [64, 200, 256])
+@pytest.mark.parametrize("n", [200, *(pytest.param(n, marks=pytest.mark.thorough) for n in (64, 256))])
 def test_stationary_weight(n: int, bias: bool, transposed: bool, tmp_path: Path) -> None:
     """All loads are TMA's, the weight's, of (expert, part, k, column) in either order, and the rows'."""
     compiled = compile_launch(stationary_launch("down_proj", n, bias, transposed), 90)

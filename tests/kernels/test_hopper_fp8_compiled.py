@@ -180,7 +180,14 @@ def spill_loads(code: str) -> int:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.bfloat16) for case in OTHER_SPILLS] + [(("swiglu", "concatenated", False), torch.float16)],
+    [
+        (("swiglu", "concatenated", True), torch.bfloat16),
+        *(
+            pytest.param(case, torch.bfloat16, marks=pytest.mark.thorough)
+            for case in [*OTHER_SPILLS][:1] + [*OTHER_SPILLS][2:]
+        ),
+        pytest.param(("swiglu", "concatenated", False), torch.float16, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -218,7 +225,7 @@ def test_registers_of_three_warpgroups_fit() -> None:
 
 
 @pytest.mark.parametrize("name", ["down_proj", "down_proj, bias", "up_proj_dgrad"])
-@pytest.mark.parametrize("contraction", [128, 256, 512])
+@pytest.mark.parametrize("contraction", [256, *(pytest.param(each, marks=pytest.mark.thorough) for each in (128, 512))])
 def test_stationary_weight(contraction: int, name: str, tmp_path: Path) -> None:
     launch = stationary_launch(contraction, name)
     compiled = compile_launch(launch, 90)
@@ -263,7 +270,9 @@ def stationary_launch(contraction: int, name: str) -> Launch:
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["", "added"])
-@pytest.mark.parametrize("column_major", [False, True], ids=["", "column-major"])
+@pytest.mark.parametrize(
+    "column_major", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["", "column-major"]
+)
 def test_wide_weight_gradients(all_wgrads_in_fp8: None, column_major: bool, adds: bool, tmp_path: Path) -> None:
     compiled = compile_launch(wgrad_launch(column_major, adds), 90)
     ptx, code = str(compiled.asm["ptx"]), machine_code(compiled, tmp_path)

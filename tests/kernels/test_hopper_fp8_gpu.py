@@ -90,15 +90,12 @@ def test_wide_weight_gradients(all_wgrads_in_fp8: None, dtype: torch.dtype, colu
 
 
 def test_a_wide_layer() -> None:
-    """Both weight gradients in FP8, in two slices of d; the same bits compiled, recorded and repeated."""
+    """Both weight gradients in FP8, in two slices of d."""
     cfg = tilemoe.MoEConfig(2304, 2048, E, K, precision="fp8", expert_bias=True)
     layers = ours_and_torchs(cfg)
     x, do = torch.randn(2, T, cfg.hidden_size, device="cuda", dtype=BF16)
     do *= torch.rand(T, 1, device="cuda", dtype=BF16)  # scales of tokens differ
-    first = step(layers[0], x, do)
-    for _ in range(3):
-        assert_equal(step(layers[0], x, do), first)
-    for value, right in zip(first, step(layers[1], x, do), strict=True):
+    for value, right in zip(*(step(layer, x, do) for layer in layers), strict=True):
         assert relative_error(value, right) < 0.02
 
 
@@ -135,15 +132,6 @@ def test_wide_layers_of_different_slices_accumulate() -> None:
                 assert relative_error(ours.grad, right.grad) < 0.03, (d, count)  # .021 measured; added twice: 1
 
 
-def test_it_is_chosen_here() -> None:
-    for dtype in (BF16, FP16):
-        choice = tilemoe.select_kernels("cuda", dtype, tilemoe.MoEConfig(D, N, E, K, precision="fp8"))
-        assert choice.name == "hopper_fp8"
-    narrow = tilemoe.select_kernels("cuda", BF16, tilemoe.MoEConfig(D, 96, E, K, precision="fp8"))
-    assert narrow.name == "hopper"
-    assert "not in FP8 (n is not a multiple of 128)" in narrow.reason
-
-
 @pytest.mark.parametrize("options", [{}, {"activation": "swiglu_oai", "gate_up": "interleaved", "expert_bias": True}])
 def test_a_layer_is_the_oracles(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = make_layer(**options), torch.randn(T, D, device="cuda", dtype=BF16)
@@ -168,39 +156,14 @@ def test_weights_that_have_changed_are_quantised_anew() -> None:
 
 @pytest.mark.parametrize(("precision", "by_torch"), [("bf16", "torch"), ("fp8", "torch_fp8")])
 def test_h_kept_in_fp8(precision: str, by_torch: str) -> None:
-    """The same output at each call, compiled, recorded and repeated; gradients are the torch backend's."""
+    """The output is that of h in its own dtype; gradients are the torch backend's."""
     x = torch.randn(T, D, device="cuda", dtype=BF16)
     layer, plain = make_layer(precision=precision, save="fp8"), make_layer(precision=precision)
     first, expected = step(layer, x), step(plain, x)
     assert_equal(first[0], expected[0])
     assert all(0.005 < relative_error(*pair) < 0.1 for pair in zip(first[1:], expected[1:], strict=True))
-    for _ in range(3):
-        assert_equal(step(layer, x), first)
     for value, right in zip(first, step(make_layer(by_torch, precision=precision, save="fp8"), x), strict=True):
         assert relative_error(value, right) < 0.02
-
-
-def test_captured_in_a_graph_h_is_kept_in_fp8() -> None:
-    layer, x = make_layer(precision="bf16", save="fp8"), torch.randn(T, D, device="cuda", dtype=BF16)
-    expected, stream = step(layer, x), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(layer, x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            found = step(layer, x)
-    for _ in range(2):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_equal(found, expected)
-
-
-def test_twice_the_same_bits() -> None:
-    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
-    first = step(layer, x)
-    for _ in range(3):
-        assert_equal(step(layer, x), first)
 
 
 def test_captured_in_a_graph_weights_are_quantised_at_each_replay() -> None:
@@ -231,13 +194,3 @@ def test_compiled_in_one_graph() -> None:
     (dw1,) = torch.autograd.grad(o, [layer.experts.w1], torch.ones_like(o))
     names = [name for name, _ in layer.named_parameters()]
     assert relative_error(dw1, expected[2 + names.index("experts.w1")]) < 1e-2
-
-
-def test_no_value_is_read_on_the_host() -> None:
-    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
-    step(layer, x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(layer, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from triton_checks import turn
-from triton_compile import GFX942, MATRIX_UNIT, MI300, NVIDIA, compile_launches, stack_bytes
+from triton_compile import CAPABILITIES, GFX942, MATRIX_UNIT, MI300, NVIDIA, compile_launches, stack_bytes
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.triton import small_m as kernels
@@ -56,9 +56,12 @@ def launches(
     return up, down
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("tokens", [1, 60])
-@pytest.mark.parametrize(("activation", "gate_up", "transposed"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "transposed"),
+    [pytest.param(*layout, marks=() if i in (0, 3) else pytest.mark.thorough) for i, layout in enumerate(LAYOUTS)],
+)
 def test_weights_of_every_layout_are_loaded_ahead_and_wide(
     activation: str, gate_up: str, transposed: bool, tokens: int, capability: int, tmp_path: Path
 ) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_compile import MATRIX_UNIT, NVIDIA, compile_launch, compiled_key, count_spill_loads, machine_code
+from triton_compile import (
+    CAPABILITIES,
+    MATRIX_UNIT,
+    NVIDIA,
+    compile_launch,
+    compiled_key,
+    count_spill_loads,
+    machine_code,
+)
 
 from tilemoe.kernels.experts.triton import bias_grad
 from tilemoe.kernels.experts.triton.configs import tile_rows
@@ -44,7 +52,7 @@ def launches(capability: int, dtype: torch.dtype, size: str, tokens: int = 64) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_products_are_the_matrix_units(capability: int, size: str, tmp_path: Path) -> None:
     for name in ("products", "scores_times_grad"):
         launch = launches(capability, torch.bfloat16, size)[name]

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
-from triton_compile import GFX942, MI300, NVIDIA, compile_launches, compiled_key, recorded_launches, stack_bytes
+from triton_compile import (
+    CAPABILITIES,
+    GFX942,
+    MI300,
+    NVIDIA,
+    compile_launches,
+    compiled_key,
+    recorded_launches,
+    stack_bytes,
+)
 
 from tilemoe.kernels.choose import choose_expert_parallel
 from tilemoe.kernels.expert_parallel import triton as exchange
@@ -44,7 +53,7 @@ def launches(
     return found
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float64), (64, torch.bfloat16)])
 def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     device, names = NVIDIA[capability], set()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_compile import GFX942, NVIDIA, compile_launch, recorded_launches, stack_bytes
+from triton_compile import CAPABILITIES, GFX942, NVIDIA, compile_launch, recorded_launches, stack_bytes
 
 from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
 from tilemoe.kernels.lm.triton_rotary import rotate
@@ -12,7 +12,7 @@ from tilemoe.layers.attention import rotary_angles
 from tilemoe.runtime.launch import Launch
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("classes", [100352, 50257, 48])
 def test_cross_entropy(classes: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def cross_entropy(classes: int, dtype: torch.dtype) -> Launch:
     return launches[0]
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "width"), [(12, 128), (4, 64), (5, 80)])
 def test_rotation(heads: int, width: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from triton_compile import (
+    CAPABILITIES,
     GFX942,
     MATRIX_UNIT,
     MI300,
@@ -44,8 +45,12 @@ def launches(device: Device, dtype: torch.dtype) -> list[Launch]:
     return [launch for launch in found if "nf4" in launch.kernel.fn.__name__]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.thorough) for each in (torch.float16, torch.float32))],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
     found = compile_launches(launches(NVIDIA[capability], dtype), capability)
     assert len(found) == 4

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from triton_compile import (
+    CAPABILITIES,
     GFX942,
     NVIDIA,
     compile_launch,
@@ -31,7 +32,7 @@ from tilemoe.runtime.launch import Launch
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("experts", "spec"),
     [
@@ -100,7 +101,7 @@ def launch_of_combine(rows: torch.Tensor, s: torch.Tensor | None, plan: RoutingP
     return launches[0]
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_combine_compiles_to_wide_loads(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     ids = torch.arange(24).view(3, 8) % 5
@@ -112,7 +113,7 @@ def test_combine_compiles_to_wide_loads(dtype: torch.dtype, capability: int, tmp
         assert count_spill_loads(compiled, tmp_path) == 0
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
     token, expert = torch.tensor([2, 0, 2]), torch.tensor([1, 1, 0])
     plan, rows = plan_pairs(token, expert, 3, 2), torch.zeros(3, 40, dtype=torch.float16)
@@ -121,7 +122,7 @@ def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
         assert count_spill_loads(compiled, tmp_path) == 0
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("experts", [128, triton_plan.MAX_EXPERTS])
 def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> None:
     with recorded_launches(NVIDIA[capability]) as launches:
@@ -131,7 +132,7 @@ def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> 
         assert compiled.metadata.shared <= 48 * 1024
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("experts", [8, 128, plan_small.MAX_EXPERTS])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_plan_of_few_pairs_compiles(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def rounding_launches(
     return [*forward, score_grad_launch(rows.scores, logits, ids, mask, *saved, spec)]
 
 
-@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("num_experts", "experts_per_token", "mode", "score"),
     [

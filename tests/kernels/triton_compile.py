@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -41,6 +42,8 @@ NVIDIA = {
     100: Device(100, 227 * KB, 148),
     120: Device(120, 99 * KB, 170),
 }
+# For tests: those that have run these kernels, and the newer ones, which nobody has.
+CAPABILITIES = [80, 90, *(pytest.param(capability, marks=pytest.mark.thorough) for capability in (100, 120))]
 # The matrix unit's instruction, by compute capability.
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 MI300, GFX942 = Device(0, 64 * KB, 304), GPUTarget("hip", "gfx942", 64)
