@@ -78,6 +78,18 @@ def emulated(
         yield launches
 
 
+def each_layout_once(cases: list[Case], of_layout: int) -> list[Any]:
+    """The indices of ``cases``, ``of_layout`` in a row for each layout: all of them but one are thorough."""
+    return [
+        pytest.param(
+            index,
+            id=str(case),
+            marks=() if index % of_layout == index // of_layout % of_layout else pytest.mark.thorough,
+        )
+        for index, case in enumerate(cases)
+    ]
+
+
 def name_of(launch: Launch) -> str:
     return str(launch.kernel.fn.__name__)
 

@@ -8,6 +8,7 @@ import torch
 from emulated_layer import (
     KERNELS,
     TOLERANCE,
+    each_layout_once,
     emulated,
     errors_with,
     functions_of,
@@ -64,7 +65,7 @@ def test_hostile_routings(name: str) -> None:
     assert gluon_kernels(launches) == (kernels_of(case) if plan.capacity else set())
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+@pytest.mark.parametrize("index", each_layout_once(CASES, 4))
 def test_every_layout_bias_and_activation(index: int) -> None:
     counts = ENDS[(index + index // 12) % len(ENDS)]
     with emulated(ctas=1 + index % 3, seed=index) as launches:
@@ -72,7 +73,9 @@ def test_every_layout_bias_and_activation(index: int) -> None:
     assert gluon_kernels(launches) == kernels_of(CASES[index])
 
 
-@pytest.mark.parametrize("counts", ENDS)
+@pytest.mark.parametrize(
+    "counts", [ENDS[0], *(pytest.param(counts, marks=pytest.mark.thorough) for counts in ENDS[1:])]
+)
 def test_tiles_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three column tiles are walked two and one at a time, up_proj's five two, two and one."""
     asked = choose_bands(monkeypatch, host, {3: 2, 5: 2})
@@ -249,6 +252,7 @@ def test_faults_of_a_stationary_weight_are_caught(name: str) -> None:
         assert_agree_with_a_fault(STATIONARY, fault, OF_STATIONARY_FAULTS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OF_LAYOUTS)
 def test_faults_of_layouts_are_caught(name: str) -> None:
     case, fault = OF_LAYOUTS[name]

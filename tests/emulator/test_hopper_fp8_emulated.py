@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_layer import (
     Recorded,
+    each_layout_once,
     emulated,
     errors_with,
     functions_of,
@@ -138,7 +139,7 @@ def test_hostile_routings(name: str) -> None:
     assert gluon_kernels(launches) == (kernels_of(case) if plan.capacity else set())
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+@pytest.mark.parametrize("index", each_layout_once(CASES, 2))
 def test_every_layout_bias_and_activation(index: int) -> None:
     with emulated(ctas=1 + index % 3, seed=index) as launches:
         assert_gemms_agree(plan_of(*ENDS[(index + index // 4) % len(ENDS)]), CASES[index])
@@ -285,6 +286,7 @@ def test_planted_faults_are_caught(name: str) -> None:
         assert_agree_with_a_fault(fault, launches)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OF_STATIONARY)
 def test_faults_of_a_stationary_weight_are_caught(name: str) -> None:
     case, fault = OF_STATIONARY[name]
