@@ -9,7 +9,6 @@ import fuzzing
 import pytest
 import test_fuzz_routings
 import test_fuzz_routings_values
-import test_fuzz_wrong_calls
 import torch
 from fuzzing import Cases, judge_cases, seed_of
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ PROMISED = {
     "torch": (test_fuzz_routings.CASES, 1, 1_000_000),
     "interpreter": (test_fuzz_routings_values.CASES_OF["interpreter"], 1, 10_000),
     "GPU": (test_fuzz_routings_values.CASES_OF["GPU"], len(FLOATS), 10_000),
-    "wrong calls": (test_fuzz_wrong_calls.SEVERAL, 1, 10_000),
 }
 
 
