@@ -28,7 +28,8 @@ def in_fp64(layer: MoE) -> MoE:
     exact = MoE(cfg, device=experts.up_a.device, dtype=torch.float64, kernels="torch")
     add_lora(exact, experts.rank, experts.alpha)
     weights = dict(layer.state_dict())
-    for name, weight in zip(("w1", "w2"), experts._frozen(lambda t: t), strict=True):
+    for name in ("w1", "w2"):
+        weight = experts._frozen(name, lambda t: t)
         decoded = [weight.expert(index, experts.up_a.dtype) for index in range(cfg.num_experts)]
         weights[f"experts.{name}"] = torch.stack(decoded)
         del weights[f"experts.{name}_codes"], weights[f"experts.{name}_absmax"]

@@ -111,7 +111,7 @@ def test_merged_are_the_decoded_weights_and_the_adapters_rounded_once(dtype: tor
     experts, x = moe.experts, tokens().to(dtype)
     assert isinstance(experts, Nf4LoRAExperts)
     adapted = moe(x).hidden.detach()
-    frozen = experts._frozen(lambda t: t)[0]
+    frozen = experts._frozen("w1", lambda t: t)
     exact = torch.stack([frozen.expert(index, torch.float32).double() for index in range(5)])
     exact += 2.0 * experts.up_b.detach().double() @ experts.up_a.detach().double()
     merge_lora(moe)

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilemoe.checks import require_path, require_text, require_type, shown
-from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, add_lora
+from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, adapted_modules, add_lora
 from tilemoe.layers.lora_linear import LoRALinear
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import read_settings
@@ -52,8 +52,6 @@ _UNREAD = frozenset(
 )
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other ways to begin change the base, too
 _INSTALL = "pip install 'tilemoe[lora]'"
-
-Adapted = Mapping[str, LoRAExperts | LoRALinear]
 
 
 def require_peft() -> ModuleType:
@@ -106,10 +104,10 @@ def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = Non
 def load_adapter(model: DecoderLM, folder: str | Path) -> None:
     """Load the adapters of ``folder``, saved by PEFT on transformers' model of the same base or by `save_adapter`.
 
-    A model without adapters is frozen and gets them, in the dtype of the folder's. One that has some, on experts in NF4
-    say, must have the same. Routers and norms that the folder has whole replace the model's, and train. Not looked at
-    are the base that the folder names, and ``lora_dropout``, which our adapters do not have. Only safetensors are read,
-    and the files of an export are compared to its checksums.
+    A model without adapters is frozen and gets them, in the folder's dtype. If it has adapters already, for example on
+    experts in NF4, they must be the same. Whole routers and norms in the folder replace the model's and train.
+    The name of the base and ``lora_dropout`` are not read. Weights are read from safetensors alone, and the files of an
+    export are compared to its checksums.
 
     Raises:
         ValueError: peft is not installed, a file is missing or damaged, transformers has no place for the model, the
@@ -139,13 +137,13 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
         links = {link.theirs: link for link in _links(asked)}
         shapes = {name: link.in_their_order(asked.get_parameter(link.ours)).shape for name, link in links.items()}
         tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
-    if not _adapted(model):
-        first = next(iter(_adapted(asked).values()))
+    if not adapted_modules(model):
+        first = next(iter(adapted_modules(asked).values()))
         dtype = next(tensor.dtype for name, tensor in tensors.items() if ".lora_" in name)
-        add_lora(model, first.rank, first.alpha, dtype=dtype, modules=_kinds(_adapted(asked)))
-    elif _described(_adapted(model)) != _described(_adapted(asked)):
+        add_lora(model, first.rank, first.alpha, dtype=dtype, modules=_kinds(asked))
+    elif _described(model) != _described(asked):
         raise ValueError(
-            f"model has adapters {_described(_adapted(model))}, and {path} has them {_described(_adapted(asked))}; "
+            f"model has adapters {_described(model)}, and {path} has them {_described(asked)}; "
             "load it into a model without adapters"
         )
     with torch.no_grad():
@@ -154,24 +152,22 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
             parameter.copy_(link.in_our_order(tensors[name], parameter.shape))
 
 
-def _adapted(model: nn.Module) -> Adapted:
-    return {name: each for name, each in model.named_modules() if isinstance(each, (LoRAExperts, LoRALinear))}
-
-
-def _kinds(adapted: Adapted) -> list[str]:
+def _kinds(model: DecoderLM) -> list[str]:
     """Which kinds of module have adapters, by their names in `add_lora`."""
     kinds = {EXPERTS: LoRAExperts, ATTENTION: LoRALinear}
-    return [name for name, kind in kinds.items() if any(isinstance(each, kind) for each in adapted.values())]
+    return [
+        name for name, kind in kinds.items() if any(isinstance(each, kind) for each in adapted_modules(model).values())
+    ]
 
 
-def _described(adapted: Adapted) -> str:
-    sizes = sorted({f"of rank {each.rank} and alpha {each.alpha:g}" for each in adapted.values()})
-    return f"{', '.join(sizes)} on {' and '.join(_kinds(adapted))}"
+def _described(model: DecoderLM) -> str:
+    sizes = sorted({f"of rank {each.rank} and alpha {each.alpha:g}" for each in adapted_modules(model).values()})
+    return f"{', '.join(sizes)} on {' and '.join(_kinds(model))}"
 
 
 def _settings(model: DecoderLM, peft: ModuleType) -> Any:
     """PEFT's settings of the adapters that ``model`` has."""
-    adapted = _adapted(model)
+    adapted = adapted_modules(model)
     if not adapted:
         raise ValueError("the model has no adapters; write its weights instead")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -181,8 +177,8 @@ def _settings(model: DecoderLM, peft: ModuleType) -> Any:
     return peft.LoraConfig(
         r=first.rank,
         lora_alpha=int(first.alpha) if first.alpha == int(first.alpha) else first.alpha,
-        target_modules=_PROJECTIONS if ATTENTION in _kinds(adapted) else [],
-        target_parameters=_PARAMETERS if EXPERTS in _kinds(adapted) else None,
+        target_modules=_PROJECTIONS if ATTENTION in _kinds(model) else [],
+        target_parameters=_PARAMETERS if EXPERTS in _kinds(model) else None,
         modules_to_save=also or None,
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -190,9 +186,9 @@ def _settings(model: DecoderLM, peft: ModuleType) -> Any:
 
 
 def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
-    """A model without memory of the settings of ``model``, with the adapters, and what else trains, that ``path`` says.
+    """A model like ``model`` on the meta device, with the adapters and whole modules that the file at ``path`` names.
 
-    ValueError: it cannot be read, or says what adapters here are not; the message names the setting.
+    ValueError: the file cannot be read, or asks for adapters of another kind; the message names the setting.
     """
     settings = _read_settings(path, peft)
     parameters = settings["target_parameters"]
@@ -219,7 +215,7 @@ def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
 
 
 def _read_settings(path: Path, peft: ModuleType) -> dict[str, Any]:
-    """Of an adapter_config.json, as PEFT has those it leaves out; ValueError as `_asked`."""
+    """The settings in an adapter_config.json, PEFT's defaults where it has none; ValueError as `_asked`."""
     found = read_settings(path, "a folder that PEFT saved")
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a table of settings, got {shown(found)}; give a folder that PEFT saved")
@@ -301,7 +297,7 @@ def _links(model: DecoderLM) -> Iterator[_Link]:
     pieces_of: dict[str, list[Piece]] = {}
     for piece in pieces(model.config, stacked):
         pieces_of.setdefault(piece.ours, []).append(piece)
-    for name, module in _adapted(model).items():
+    for name, module in adapted_modules(model).items():
         if isinstance(module, LoRALinear):
             path = _PREFIX + pieces_of[f"{name}.weight"][0].theirs.removesuffix(".weight")
             yield _Link(f"{name}.lora_a", f"{path}.lora_A.weight")

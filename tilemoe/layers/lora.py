@@ -28,7 +28,6 @@ from tilemoe.runtime.tensors import require_factory
 EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _WEIGHTS = ("w1", "w2")
-_ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 _OF_TRANSFORMERS = (
     "on a model of transformers PEFT puts them, get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
     "target_parameters=['experts.gate_up_proj', 'experts.down_proj']))"
@@ -44,11 +43,12 @@ class LoRAExperts(Experts):
     input's. Made by `add_lora`, which checks the arguments.
     """
 
+    adapters = ("up_a", "up_b", "down_a", "down_b")
+
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None) -> None:
-        super().__init__(base.cfg, device="meta", kernels=base.kernels)
-        for name, parameter in base.named_parameters():
-            setattr(self, name, parameter.requires_grad_(False))
-        self.save, self.compute = base.save, base.compute  # only for `merged`: `moe_lora` has neither option
+        nn.Module.__init__(self)
+        vars(self).update(vars(base), _parameters=dict(base._parameters))
+        self.requires_grad_(False)
         self.rank, self.alpha = rank, alpha
         cfg = base.cfg
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
@@ -71,13 +71,12 @@ class LoRAExperts(Experts):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
-        if hasattr(self, "down_b"):  # not yet in the constructor of `Experts`
-            self.reset_adapters(generator)
+        self.reset_adapters(generator)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """As `Experts`: x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d)."""
         local = self.dispatcher.local_weight  # before the dispatch, as in `Experts`
-        w1, w2 = self._frozen(local)
+        w1, w2 = self._frozen("w1", local), self._frozen("w2", local)
         low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
         here = self.dispatcher.dispatch(x, plan, scores)
@@ -98,25 +97,26 @@ class LoRAExperts(Experts):
         )
         return self.dispatcher.combine(o, here)
 
-    def _frozen(self, local: Callable[[Tensor], Tensor]) -> tuple[Weight, Weight]:
-        """The frozen w1 and w2, each parameter passed through ``local``."""
-        return local(self.w1), local(self.w2)
+    def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> Weight:
+        """The frozen w1 or w2, its parameters passed through ``local``."""
+        return local(getattr(self, name))
 
     def merged(self) -> Experts:
         """Plain frozen `Experts` with the adapters merged into the weights, one expert at a time: summed in fp32 or
         better, rounded once to the weights' dtype. Dense weights are changed in place.
         """
         plain = Experts(self.cfg, device="meta", kernels=self.kernels)
-        plain.w1, plain.w2 = self._merged_weights()
+        plain.w1 = self._merged("w1", self.up_b, self.up_a)
+        plain.w2 = self._merged("w2", self.down_b, self.down_a)
         plain.b1, plain.b2, plain.dispatcher = self.b1, self.b2, self.dispatcher
         plain.save, plain.compute = self.save, self.compute
         return plain
 
-    def _merged_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        for weight, b, a in ((self.w1, self.up_b, self.up_a), (self.w2, self.down_b, self.down_a)):
-            for expert in range(weight.shape[0]):
-                add_product(weight[expert], b[expert], a[expert], self.scale)
-        return self.w1, self.w2
+    def _merged(self, name: str, b: Tensor, a: Tensor) -> nn.Parameter:
+        weight: nn.Parameter = getattr(self, name)
+        for expert in range(weight.shape[0]):
+            add_product(weight[expert], b[expert], a[expert], self.scale)
+        return weight
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.rank}, scale {self.scale:g}"
@@ -145,8 +145,6 @@ class Nf4LoRAExperts(LoRAExperts):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        if not hasattr(self, "w2_absmax"):  # called by the constructor of `Experts`
-            return
         plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.w1_codes.device)
         plain.reset_parameters(generator)
         for name in _WEIGHTS:
@@ -158,18 +156,12 @@ class Nf4LoRAExperts(LoRAExperts):
                 nn.init.zeros_(bias)
         self.reset_adapters(generator)
 
-    def _frozen(self, local: Callable[[Tensor], Tensor]) -> tuple[Nf4Weight, Nf4Weight]:
-        return (
-            Nf4Weight(local(self.w1_codes), local(self.w1_absmax)),
-            Nf4Weight(local(self.w2_codes), local(self.w2_absmax)),
-        )
+    def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> Nf4Weight:
+        return Nf4Weight(local(getattr(self, f"{name}_codes")), local(getattr(self, f"{name}_absmax")))
 
     @torch.no_grad()
-    def _merged_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        w1, w2 = self._frozen(lambda t: t)
-        return self._merged_dense(w1, self.up_b, self.up_a), self._merged_dense(w2, self.down_b, self.down_a)
-
-    def _merged_dense(self, frozen: Nf4Weight, b: Tensor, a: Tensor) -> nn.Parameter:
+    def _merged(self, name: str, b: Tensor, a: Tensor) -> nn.Parameter:
+        frozen = self._frozen(name, lambda t: t)
         dense = b.new_empty(frozen.shape, dtype=self.merged_dtype)
         for expert in range(frozen.shape[0]):
             matrix = frozen.expert(expert, torch.float32)
@@ -272,16 +264,15 @@ def add_lora(
         if storage == "nf4":
             _check_nf4(layer.experts)
     model.requires_grad_(False)
-    adapters: list[nn.Parameter] = []
+    adapted: list[LoRAExperts | LoRALinear] = []
     for layer in layers:
-        layer.experts = experts = STORAGES[storage](layer.experts, rank, alpha, dtype=dtype)
-        adapters += [getattr(experts, name) for name in _ADAPTERS]
+        layer.experts = STORAGES[storage](layer.experts, rank, alpha, dtype=dtype)
+        adapted.append(layer.experts)
     for attention in attentions:
         for name in _PROJECTIONS:
-            linear = LoRALinear(getattr(attention, name), rank, alpha, dtype=dtype)
-            setattr(attention, name, linear)
-            adapters += [linear.lora_a, linear.lora_b]
-    return adapters
+            adapted.append(LoRALinear(getattr(attention, name), rank, alpha, dtype=dtype))
+            setattr(attention, name, adapted[-1])
+    return [module.get_parameter(name) for module in adapted for name in module.adapters]
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -299,31 +290,26 @@ def merge_lora(model: nn.Module) -> None:
         >>> sorted(layer.experts.state_dict())
         ['w1', 'w2']
     """
-    _require_whole(model)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):  # an expert of it is a copy
+        raise ValueError(
+            "adapters cannot be merged while processes share the model; save a checkpoint, and merge by tilemoe export"
+        )
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, (LoRAExperts, LoRALinear)):
                 setattr(module, name, child.merged())
 
 
-def _require_whole(module: nn.Module) -> None:
-    """ValueError if a parameter is a DTensor: indexing an expert of it gives a copy, so a merge would be lost."""
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise ValueError(
-            "adapters cannot be merged while processes share the model; save a checkpoint, and merge by tilemoe export"
-        )
+def adapted_modules(model: nn.Module) -> dict[str, LoRAExperts | LoRALinear]:
+    """The modules of ``model`` that have adapters, by name."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, (LoRAExperts, LoRALinear))}
 
 
 def has_lora(model: nn.Module) -> bool:
     """Whether any module of ``model`` has adapters."""
-    return any(isinstance(module, (LoRAExperts, LoRALinear)) for module in model.modules())
+    return bool(adapted_modules(model))
 
 
 def adapter_names(model: nn.Module) -> set[str]:
     """The names of the adapters, as in ``model.named_parameters()``."""
-    names: set[str] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, (LoRAExperts, LoRALinear)):
-            own = _ADAPTERS if isinstance(module, LoRAExperts) else ("lora_a", "lora_b")
-            names |= {f"{prefix}.{name}" for name in own}
-    return names
+    return {f"{prefix}.{name}" for prefix, module in adapted_modules(model).items() for name in module.adapters}

@@ -17,6 +17,8 @@ class LoRALinear(nn.Linear):
     at zero, so that the initial output is the base's. ``base`` has no bias.
     """
 
+    adapters = ("lora_a", "lora_b")
+
     def __init__(self, base: nn.Linear, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight = base.weight.requires_grad_(False)
