@@ -15,7 +15,7 @@ from tilemoe.models.flops import count_active_parameters, count_parameters, flop
 from tilemoe.models.hf_config import config_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
-from tilemoe.models.sizes import attention, sizes_of
+from tilemoe.models.sizes import attention_mixer, sizes_of
 
 BASE = MappingProxyType(
     {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -141,15 +141,15 @@ def test_every_preset_is_a_whole_model() -> None:
 
 def test_keys_of_a_window_by_hand() -> None:
     """Of six tokens with a window of 3: 1, 2, 3, 3, 3 and 3 keys."""
-    assert attention(8, 2, 1, 4, window=3).keys(6) == pytest.approx(15 / 6)
-    assert attention(8, 2, 1, 4, window=9).keys(6) == attention(8, 2, 1, 4).keys(6) == 3.5
+    assert attention_mixer(8, 2, 1, 4, window=3).keys(6) == pytest.approx(15 / 6)
+    assert attention_mixer(8, 2, 1, 4, window=9).keys(6) == attention_mixer(8, 2, 1, 4).keys(6) == 3.5
 
 
 def test_keys_of_chunks_by_hand() -> None:
     """Of eight tokens in chunks of 3: 1, 2, 3, 1, 2, 3, 1 and 2 keys."""
-    chunked = replace(attention(8, 2, 1, 4), chunk=3)
+    chunked = replace(attention_mixer(8, 2, 1, 4), chunk=3)
     assert chunked.keys(8) == 15 / 8
-    assert chunked.keys(3) == attention(8, 2, 1, 4).keys(3) == 2
+    assert chunked.keys(3) == attention_mixer(8, 2, 1, 4).keys(3) == 2
     assert [mixer.chunk for _, mixer in sizes_from_hf({**BASE, "model_type": "llama4_text"}).mixers] == [8192, None]
 
 

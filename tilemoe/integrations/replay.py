@@ -168,7 +168,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
 
 
 class _TopK(NamedTuple):
-    """A top K of E values that a router took: the module whose forward it was in, and the (..., K) of its indices."""
+    """A top K of E values that a router took: the module whose forward took it, and its shape (..., K)."""
 
     module: nn.Module | None
     shape: torch.Size

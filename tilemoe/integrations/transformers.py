@@ -107,7 +107,7 @@ def use(model: nn.Module) -> int:
     owners = _owners(model)
     owned = {module for owner in owners for module in owner.modules()}
     for module in modules.values():
-        _check(module)
+        _weights(module)
         _activation_of(module)
         if module not in owned and module.config._experts_implementation != NAME:  # type: ignore[union-attr]
             raise ValueError(
@@ -167,7 +167,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def check_experts(module: nn.Module) -> None:
-    """Of `experts_modules`. ValueError: something else computes them or divides them, or tilemoe cannot."""
+    """ValueError unless tilemoe computes these experts, one of `experts_modules`, and nothing divides them."""
     implementation = module.config._experts_implementation  # type: ignore[union-attr]
     if implementation != NAME:
         raise ValueError(
@@ -178,7 +178,7 @@ def check_experts(module: nn.Module) -> None:
         raise ValueError(
             f"{_name(module)} is divided by transformers' own expert parallelism; load it without distributed_config"
         )
-    _check(module)
+    _weights(module)
     _activation_of(module)
 
 
@@ -206,15 +206,7 @@ class _Weights(NamedTuple):
 
 
 def _weights(module: nn.Module) -> _Weights:
-    """Of a forward; ValueError as `_check`. Before it, FSDP and ZeRO-3 may keep shards that have no dimensions."""
-    stored = _check(module)
-    if not getattr(module, "is_transposed", False):
-        return stored
-    return stored._replace(w1=stored.w1.transpose(1, 2), w2=stored.w2.transpose(1, 2))
-
-
-def _check(module: nn.Module) -> _Weights:
-    """The weights as stored; ValueError if they, or what is done with them, are not what tilemoe computes."""
+    """The module's weights; ValueError if they, or what is done with them, are not what tilemoe computes."""
     if getattr(module, "has_post_expert_norm", False):
         raise _refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
     up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
@@ -222,6 +214,9 @@ def _check(module: nn.Module) -> _Weights:
     w1, w2 = _weight(module, up), _weight(module, "down_proj")
     b1 = _weight(module, f"{up}_bias") if has_bias else None
     b2 = _weight(module, "down_proj_bias") if has_bias else None
+    # Before a forward, FSDP and ZeRO-3 may keep shards without these dimensions.
+    if getattr(module, "is_transposed", False) and w1.ndim == w2.ndim == 3:
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     return _Weights(w1, w2, b1, b2)
 
 
@@ -242,16 +237,16 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-# Attribute of a module whose activation is known:
-# (act_fn, its gate's function, limit, alpha, act_fn's own numbers, *activation), what it was found from first.
+# Attribute of a module whose activation is known: what it was found from, then what was found,
+# (act_fn, its gate's function, limit, alpha, act_fn's own numbers, *activation).
 _TRIED = "_tilemoe_activation"
 
 
 def _activation_of(module: nn.Module) -> Activation:
-    """Tried out once, and again when what it was found from is another.
+    """The module's activation. It is tried out once, and again after something that it depends on was replaced.
 
-    Traced, a module that was tried before is read, not named: PyTorch guards the values, so that one graph serves all
-    layers. What is traced of any other holds for it alone, and a code has few such graphs (8, unless that is changed).
+    If the module was tried before, a trace reads the result: PyTorch guards its values, so that one graph serves all
+    layers. Else the graph is for this module alone, and PyTorch keeps few graphs of one function (8 by default).
     """
     function = getattr(module, "act_fn", None)
     limit, alpha = _limit_and_alpha(module)
@@ -277,7 +272,7 @@ def _gate(module: nn.Module) -> Any:
 
 
 def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
-    """An activation's own numbers, by name: a slope that somebody changes. Not its mode, as `_try` looks at both."""
+    """An activation's own numbers by name, such as a slope. `training` is left out: `_try` looks at both modes."""
     if not isinstance(function, nn.Module):
         return ()
     kinds = (bool, int, float, str)
@@ -286,9 +281,9 @@ def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
 
 @constant_when_traced
 def _activation_at(address: int) -> Activation:
-    """Of the module that lies there, which is alive: PyTorch 2.11 gives no modules to what it runs while it traces.
+    """The activation of the module at this address: PyTorch 2.11 passes no modules to what it runs while it traces.
 
-    What is traced holds for this module alone: PyTorch guards its address.
+    The module is alive, and PyTorch guards the address, so that the graph is for this module alone.
     """
     module = ctypes.cast(address, ctypes.py_object).value
     return _try(module, *_limit_and_alpha(module))
@@ -316,7 +311,7 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
 
 
 def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``function`` of the module, whose model may be in training or not. ValueError if that makes a difference."""
+    """``function`` of the module, computed in training and in evaluation. ValueError if the two differ."""
     inner = getattr(module, "act_fn", None)
     parts = [module, *(inner.modules() if isinstance(inner, nn.Module) else ())]
 
@@ -338,7 +333,7 @@ def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> C
 
 
 def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
-    """Of a clamped gate."""
+    """The limit and the alpha of a clamped gate, None where it has none."""
     return _number(module, _LIMITS), _number(module, _ALPHAS)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.models.hf_config import flag, layer_from_hf, layer_numbers, layers_without_experts, num_layers, number
-from tilemoe.models.sizes import Mixer, ModelSizes, attention
+from tilemoe.models.sizes import Mixer, ModelSizes, attention_mixer
 
 Settings = Mapping[str, Any]
 _MOST = 1 << 31  # of any size
@@ -69,7 +69,7 @@ def _experts(data: Settings) -> MoEConfig:
 
 
 def _vectors(data: Settings, moe_layers: int) -> int:
-    """`ModelSizes.vectors`: biases of the last norm and the head, or balancing biases that are parameters."""
+    """`ModelSizes.vectors`: Phi-MoE's last norm and head have biases; Ernie's balancing biases are parameters."""
     if data["model_type"] == "phimoe":
         return _size(data, "hidden_size") + (_size(data, "vocab_size") if flag(data, "lm_head_bias") else 0)
     return moe_layers * _size(data, "moe_num_experts") if data["model_type"] == "ernie4_5_moe" else 0
@@ -185,7 +185,9 @@ def _softmax(
     kv_heads, width = _size(data, "num_key_value_heads", heads), _head_dim(data)
     biases = (heads + 2 * kv_heads) * width * qkv_bias + d * o_bias
     normed = {"head": 2, "full": heads + kv_heads, "none": 0}[norms] * width
-    return attention(d, heads, kv_heads, width, vectors=biases + normed + more, normed=norms != "none", window=window)
+    return attention_mixer(
+        d, heads, kv_heads, width, vectors=biases + normed + more, normed=norms != "none", window=window
+    )
 
 
 def _latent(data: Settings, layers: int) -> list[Mixer]:

@@ -66,7 +66,7 @@ class ModelSizes:
         return sum(count for count, _ in self.mixers)
 
 
-def attention(
+def attention_mixer(
     d: int, heads: int, kv_heads: int, width: int, *, vectors: int = 0, normed: bool = False, window: int | None = None
 ) -> Mixer:
     """Softmax attention. ``vectors``: norms, biases and the like; ``normed``: whether queries and keys are normalised.
@@ -90,7 +90,7 @@ def sizes_of(model: ModelConfig | ModelSizes) -> ModelSizes:
     if isinstance(model, ModelSizes):
         return model
     heads = {"head": 2, "full": model.num_heads + model.num_kv_heads, "none": 0}[model.qk_norm]
-    mixer = attention(
+    mixer = attention_mixer(
         model.hidden_size,
         model.num_heads,
         model.num_kv_heads,

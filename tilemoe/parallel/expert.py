@@ -136,10 +136,10 @@ def divide_experts(
 
 
 def even_placements(experts: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
-    """The dimension of each expert parameter for FSDP to shard: whole experts where they come out even, else their
-    rows. Not there: the first.
+    """The expert parameters that FSDP shards by rows, dimension 1. It shards the others by whole experts, its default.
 
-    A rank without an expert would gather as much and hold nothing; the rows of w1 and w2, w and d, divide more often.
+    A parameter is sharded by rows if ``ranks`` do not divide its experts but divide its rows: else some rank would hold
+    no expert, and gather as much as the others.
     """
     placements: dict[nn.Parameter, Shard] = {}
     for parameter in experts.parameters(recurse=False):
@@ -150,8 +150,9 @@ def even_placements(experts: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]
 
 
 def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
-    """(..., E) rows that each expert computes, of ``module``'s counts (..., E) of this process' tokens: under expert
-    parallelism those of all processes that share its layers' experts, which all call it.
+    """(..., E) rows that each expert computes, from the counts (..., E) of this process' tokens.
+
+    Under expert parallelism they are summed over the processes that share the experts of ``module``; all must call it.
     """
     dispatchers = (layer.dispatcher for layer in module.modules() if isinstance(layer, Experts))
     groups = [dispatcher.transports.group for dispatcher in dispatchers if isinstance(dispatcher, AllToAllDispatcher)]

@@ -26,9 +26,8 @@ from tilemoe.runtime.weight_cache import weights_unchanged
 def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
     """Shard a block with FSDP2: one all-gather for it, and another for its experts under expert parallelism.
 
-    ``transports``: of the processes that share a layer's experts, None where each has all of them.
-
-    The last block stays gathered after its forward: its backward comes next.
+    ``transports``: those of the processes that share a layer's experts; None: every process has all experts. The last
+    block stays gathered after its forward, since its backward comes next.
     """
     reshard = meshes.config.reshard_after_forward and not is_last
     experts = block.mlp.experts if isinstance(block.mlp, MoE) else None

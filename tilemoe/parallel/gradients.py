@@ -60,10 +60,7 @@ def clip_gradients(
     if max_norm > 0:
         scale = (max_norm / (total + _EPSILON)).clamp(max=1.0)  # no branch on its value: nothing waits for the device
         for (_, _, device), gradients in groups.items():
-            if foreach is False:
-                for gradient in gradients:
-                    gradient.mul_(scale.to(device))
-            elif gradients:
+            if gradients:
                 torch._foreach_mul_(gradients, scale.to(device))
     return total
 
