@@ -24,7 +24,7 @@ from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.triton import quantize as by_triton
 from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_rows, row_weight
 from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
-from tilemoe.runtime.weight_cache import weights_unchanged
+from tilemoe.runtime.weight_cache import promise_unchanged_weights
 from tilemoe.testing import assert_equal
 
 
@@ -162,7 +162,7 @@ def test_what_stands_is_kept_among_processes(launched: Launched, monkeypatch: py
     weight = a_weight()
     before = row_weight(weight, 2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with weights_unchanged():
+    with promise_unchanged_weights():
         first, second = row_weight(weight, 2), row_weight(weight, 1)
         assert not is_same(first, before), "of the time before there were processes"
         assert is_same(row_weight(weight, 2), first)
@@ -172,7 +172,7 @@ def test_what_stands_is_kept_among_processes(launched: Launched, monkeypatch: py
     del first, second
     gc.collect()
     assert data() is None
-    with weights_unchanged():
+    with promise_unchanged_weights():
         row_weight(weight, 1)
     assert len(launched) == 4
 

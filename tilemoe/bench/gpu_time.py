@@ -1,4 +1,5 @@
-"""GPU time alone: work is queued behind a sleeping kernel, so that no host counts, and follows a spell of itself.
+"""GPU time alone: work is queued behind a sleeping kernel, so that the host's time does not count. Each window begins
+with some of the same work, which is not timed.
 
 The host launches a whole window, the spell and what is timed, while the GPU sleeps and computes; the sleep gives it the
 lead that it needs. On a CPU nothing sleeps, to see that everything works.

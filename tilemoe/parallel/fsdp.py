@@ -20,7 +20,7 @@ from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import Block, DecoderLM
 from tilemoe.parallel.expert import even_placements, expert_parallel
 from tilemoe.parallel.mesh import Meshes
-from tilemoe.runtime.weight_cache import weights_unchanged
+from tilemoe.runtime.weight_cache import promise_unchanged_weights
 
 
 def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
@@ -55,7 +55,7 @@ def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
 
 def micro_batches(config: ParallelConfig) -> AbstractContextManager[None]:
     """Context manager for a step's micro-batches: weights that stay gathered between them are quantised once."""
-    return nullcontext() if config.between_micro_batches == "nothing" else weights_unchanged()
+    return nullcontext() if config.between_micro_batches == "nothing" else promise_unchanged_weights()
 
 
 def begin_micro_batch(model: nn.Module, config: ParallelConfig, *, is_last: bool) -> None:

@@ -183,7 +183,7 @@ def _moe_layers(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup, tokens: int) -> int:
-    """What all blocks keep for the backward: of a repeated one its input alone, of repeated attention nothing."""
+    """What all blocks keep for the backward. A recomputed block keeps its input alone, recomputed attention nothing."""
     model = setup.sizes
     if setup.checkpointing == "block":
         return model.num_layers * tokens * (_BF16 if setup.is_sharded else _FP32) * model.hidden_size

@@ -1,4 +1,4 @@
-"""How long what is made of a weight may be kept, quantised operands say, where its version counter does not tell."""
+"""A cache of what is made of weights, such as quantised operands, where version counters do not show their changes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _SPANS: list[WeakTensorKeyDictionary] = []  # of the process: the threads of its
 
 
 @contextmanager
-def weights_unchanged() -> Iterator[None]:
-    """Within the block no weight's values change, in whichever process; what is kept of them ends with it.
+def promise_unchanged_weights() -> Iterator[None]:
+    """The caller promises that no weight's values change inside the block; what is made of them is kept until its end.
 
-    FSDP's gathers write to weights and leave their version counters; until the optimiser's step they write the same.
+    FSDP's gathers write to weights without advancing their version counters. Between two steps of the optimiser they
+    write the same values.
     """
     _SPANS.append(WeakTensorKeyDictionary())
     try:
@@ -24,5 +25,5 @@ def weights_unchanged() -> Iterator[None]:
 
 
 def cache_of_unchanged_weights() -> WeakTensorKeyDictionary | None:
-    """By weight; None outside of `weights_unchanged`."""
+    """By weight; None outside of `promise_unchanged_weights`."""
     return _SPANS[-1] if _SPANS else None

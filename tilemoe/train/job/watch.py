@@ -168,8 +168,10 @@ class Watch:
             self._marks[rank], self._moved = marks, time.monotonic()
 
     def _standing_still(self) -> str:
-        """If nobody has moved for so long: who has come least far of those that say nothing, if there are any, or, once
-        all have begun, of all. Others look to rank 0.
+        """The ranks that hang, in words, if no process has moved for the timeout; else "".
+
+        They are the silent ranks that have come least far. If none is silent, they are those that have come least far
+        of all, once all have begun. A rank other than 0 hears of rank 0 alone, and can only say that this one hangs.
         """
         if time.monotonic() - self._moved <= self._timeout:
             return ""

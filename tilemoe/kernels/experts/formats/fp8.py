@@ -132,7 +132,7 @@ def kept(weight: Tensor, block: tuple[int, int], make: Quantize) -> Operand:
 
     It is cached until PyTorch's version counter says that the weight was written to, which the optimiser's step
     advances and a write through ``.data`` does not. With several processes it is cached only within
-    `weights_unchanged`.
+    `promise_unchanged_weights`.
     """
     from tilemoe.runtime.launch_trace import recorder  # here, because it imports Triton
 
@@ -167,8 +167,8 @@ def _stream_of(weight: Tensor) -> int:
 def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
     """The cache that may hold this weight's operands; None where the version counter does not show every change.
 
-    With several processes (FSDP's all-gather does not advance the counter) it is that of `weights_unchanged`, if one is
-    open. No cache while a CUDA graph is captured: each replay is to quantise anew.
+    With several processes (FSDP's all-gather does not advance the counter) it is that of `promise_unchanged_weights`,
+    if one is open. No cache while a CUDA graph is captured: each replay is to quantise anew.
     """
     if not weight.is_leaf or weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
