@@ -209,6 +209,10 @@ def test_parquet_without_a_text_column_or_with_another_type(tmp_path: Path):
     assert error_of(path).startswith(f"{path}[1]: ")
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path)
     assert error_of(path).startswith(f"{path}[0]: ")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 1000] * 70 + ["x" * 1001]}), path)
+    assert len(list(open_corpus(str(path)).documents())) == 71
+    with raises_one_line(r"a\.parquet\[70\]: 'text' has more than 1,000 characters; .* raise data\.longest_line"):
+        list(open_corpus(str(path), longest_line=1000).documents())
     path.write_bytes(b"PAR1 nothing of the kind")
     assert "not a readable .parquet file" in error_of(path)
 

@@ -18,6 +18,7 @@ from tilemoe.integrations.peft import load_adapter
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import assert_equal
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.metrics import read_metrics
 
 
@@ -151,3 +152,16 @@ def test_weights_are_not_read_through_a_link_out_of_the_folder(shards: Path) -> 
     file.unlink()
     file.symlink_to(blobs / "0123")
     assert_equal(load_hf(shards).state_dict(), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(shards: Path, value: float) -> None:
+    config = load_hf(shards).config
+    for file in shards.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][3] = value
+            save_file(tensors, file, {"format": "pt"})
+    for read in (load_hf, lambda folder: load_initial(DecoderLM(config), folder)):
+        with raises_one_line(r"/model: model\.norm\.weight is not finite; take the model from before it was"):
+            read(shards)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers import raises_one_line
 
 from tilemoe.config import to_dict
 from tilemoe.train.checkpoints.folder import find_latest
@@ -176,6 +177,15 @@ def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_a_line_without_an_end_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n')
+    with path.open("ab") as file:
+        file.truncate(1 << 40)
+    with raises_one_line(r"metrics\.jsonl line 2 is longer than any that a run writes; move the file away"):
+        list(read_metrics(path))
 
 
 def stats(step: int, load: list[float]) -> StepStats:

@@ -29,7 +29,9 @@ from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     open_checkpoint,
 )
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.metadata import describe
+from tilemoe.train.checkpoints.names import read_recipe
 from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import Recipe
@@ -410,3 +412,19 @@ def test_weights_that_are_not_finite_are_said_of_the_checkpoint(
         restore(checkpoint, "cpu")
     assert main([*command, str(checkpoint)]) == 2
     assert "norm.weight is not finite" in capsys.readouterr().err
+    with raises_one_line("norm.weight is not finite; take an earlier checkpoint", CheckpointError):
+        load_initial(build_model(dense_recipe, CPU), checkpoint)
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_a_pipe_or_a_file_without_end_is_no_checkpoint(checkpoint: Path, name: str, is_verified: bool) -> None:
+    (checkpoint / name).unlink()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.open("wb").truncate(1 << 40)):
+        make(checkpoint / name)
+        with pytest.raises((ValueError, OSError), match=name):
+            open_checkpoint(checkpoint, verify=is_verified)
+        if name == "state.json":
+            with raises_one_line("no model can be read from it"):
+                read_recipe(checkpoint)
+        (checkpoint / name).unlink()

@@ -11,7 +11,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -24,6 +24,7 @@ from tilemoe.data.text_files import (
     not_utf8,
     open_text,
     read_records,
+    too_long,
 )
 
 Split = Literal["train", "heldout"]
@@ -36,7 +37,7 @@ TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; 
 _CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})  # `tilemoe.data.conversations`
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
-_PARQUET_ROWS = 1024  # rows in memory at once
+_PARQUET_ROWS = 64  # in memory at once: a column that repeats a large text takes little room in its file
 _FEW_NUL = 64  # of so many characters of a text one at most is NUL; of UTF-16 without a mark at least the blanks are
 _NAMED = 5  # skipped files that are named
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -48,7 +49,7 @@ class Corpus:
 
     skipped      other entries of the folder, which are not read; first those that are no regular files
     undecodable  what is done about bytes that are not UTF-8: an error, or each becomes U+FFFD ("replace")
-    longest_line  characters that a line of .jsonl may have
+    longest_line  characters that a line of .jsonl or a text of .parquet may have
     """
 
     name: str
@@ -83,14 +84,17 @@ class Corpus:
         kind = kind_of(path)
         if kind == ".jsonl":
             return _read_jsonl(path, self.undecodable, self.longest_line)
-        return (_read_parquet if kind == ".parquet" else _read_text)(path, self.undecodable)
+        if kind == ".parquet":
+            return _read_parquet(path, self.undecodable, self.longest_line)
+        return _read_text(path, self.undecodable)
 
     def undecodable_bytes(self) -> int:
         """How many bytes of the texts are not UTF-8."""
         count = 0
         for path in (self.root / name for name in self.files):
-            read = _read_parquet if kind_of(path) == ".parquet" else _read_text
-            count += sum(len(UNDECODABLE.findall(text)) for text in read(path, "replace"))
+            is_table = kind_of(path) == ".parquet"
+            texts = _read_parquet(path, "replace", self.longest_line) if is_table else _read_text(path, "replace")
+            count += sum(len(UNDECODABLE.findall(text)) for text in texts)
         return count
 
     def read_and_skipped(self, index: Mapping[str, Any]) -> str:
@@ -193,14 +197,13 @@ def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
     """Each piece of a text file, usually one."""
     place = 0
     with open_text(path, "", undecodable) as file:
-        while (text := file.read(_PIECE) + file.readline(_PIECE)) or not place:  # bounded: one line may be endless
+        pieces = iter(lambda: file.read(_PIECE) + file.readline(_PIECE), "")  # bounded: one line may be endless
+        for text in chain([next(pieces, "")], pieces):  # an empty file is an empty text
             if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:
                 place += len(text[: text.index("\0")].encode("utf-8"))
                 raise not_utf8(f"{path}: byte {place}, one of many NUL,")
             place += len(text.encode("utf-8", "surrogateescape"))
             yield text
-            if not text:
-                return
 
 
 def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iterator[str]:
@@ -216,7 +219,7 @@ def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iter
         yield text
 
 
-def _read_parquet(path: Path, undecodable: Undecodable) -> Iterator[str]:
+def _read_parquet(path: Path, undecodable: Undecodable, longest_line: int) -> Iterator[str]:
     """The text of each row; a batch of rows of the one column is in memory at a time."""
     try:
         import pyarrow
@@ -244,6 +247,8 @@ def _read_parquet(path: Path, undecodable: Undecodable) -> Iterator[str]:
                         text = error.object.decode("utf-8", "surrogateescape")
                     if not isinstance(text, str):
                         raise ValueError(f"{path}[{row}]: {column!r} holds no string; correct or remove the row")
+                    if len(text) > longest_line:
+                        raise too_long(f"{path}[{row}]: {column!r}", longest_line)
                     yield text
                     row += 1
     except pyarrow.ArrowException as error:

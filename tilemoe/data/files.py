@@ -32,13 +32,18 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def read_text(path: Path, largest: int = _LARGEST) -> str:
-    """The text of a file of UTF-8 of at most ``largest`` bytes. OSError: as `open_regular`, or it is larger."""
+def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
+    """A file of at most ``largest`` bytes. OSError: as `open_regular`, or it is larger."""
     with open_regular(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
         raise OSError(errno.EFBIG, f"it has more than {largest >> 20} MiB", str(path))
-    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+    return content
+
+
+def read_text(path: Path) -> str:
+    """As `read_bytes`, the text of a file of UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8").read()
 
 
 def never_a_link(path: str, flags: int) -> int:

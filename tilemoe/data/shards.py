@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemoe.data.corpus import Split
-from tilemoe.data.files import sha256_file
+from tilemoe.data.files import read_text, sha256_file
 
 FORMAT = "tilemoe-token-shards"
 VERSION = 1
@@ -175,7 +175,7 @@ def write_index(directory: Path, fields: Mapping[str, Any]) -> None:
 def read_index(directory: Path) -> dict[str, Any]:
     """The fields of index.json; ValueError if it is missing, damaged or of another version."""
     try:
-        content = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        content = json.loads(read_text(directory / INDEX))
     except OSError as error:
         raise _bad_index(directory, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:

@@ -56,6 +56,10 @@ def not_utf8(place: str) -> ValueError:
     return ValueError(f"{place} is not UTF-8; convert the text to UTF-8, or set data.undecodable to replace")
 
 
+def too_long(what: str, longest: int) -> ValueError:
+    return ValueError(f"{what} has more than {longest:,} characters; divide or remove it, or raise data.longest_line")
+
+
 def _first_undecodable(path: Path) -> int:
     """The place of the first byte that is not UTF-8 in a file as decompressed."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
@@ -94,10 +98,7 @@ def read_records(
     with open_text(path, "\n", undecodable) as file:
         for number, line in enumerate(iter(lambda: file.readline(longest_line + 1), ""), start=1):
             if len(line) > longest_line and not line.endswith("\n"):
-                raise ValueError(
-                    f"{path}:{number}: this line has more than {longest_line:,} characters; divide or remove it, or "
-                    "raise data.longest_line"
-                )
+                raise too_long(f"{path}:{number}: this line", longest_line)
             if line.isspace():
                 continue
             try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tilemoe.data.files import read_text, sha256_file
+from tilemoe.data.files import read_bytes, sha256_file
 
 SUMS_FILE = "checksums.json"  # the manifest of an export
 _LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its part of each tensor
@@ -50,11 +50,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Damage where it is missing or changed, or its ``files`` are no table of files of the folder."""
     if not path.is_file():
         raise Damage(f"{path.name} is missing")
+    raw = read_bytes(path, _LARGEST_MANIFEST)
     try:
-        raw = read_text(path, _LARGEST_MANIFEST)
         manifest: dict[str, Any] = json.loads(raw)
         content = {name: value for name, value in manifest.items() if name != "sha256"}
-        intact = canonical(manifest).decode() == raw and _digest(content) == manifest["sha256"]
+        intact = canonical(manifest) == raw and _digest(content) == manifest["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:

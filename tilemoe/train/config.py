@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from tilemoe.checks import expand_user, require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
+from tilemoe.data.files import read_bytes
 
 _FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
 _MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as it is told to
@@ -316,7 +317,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             raise ValueError(
                 f"recipe: no file {path}; give an existing .json file or one of {', '.join(list_recipes())}"
             )
-        return parse_recipe(path.read_bytes(), str(path))
+        return parse_recipe(read_bytes(path), str(path))
     if text not in list_recipes():
         raise ValueError(f"recipe: unknown recipe {text!r}; choose one of {', '.join(list_recipes())} or a .json file")
     return parse_recipe((files("tilemoe.recipes") / f"{text}.json").read_text(encoding="utf-8"), f"recipe {text}")

@@ -28,6 +28,7 @@ from tilemoe.train.trackers import Tracker
 
 TIMING_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu"})
 METRICS_FILE = "metrics.jsonl"
+_LONGEST_LINE = 1 << 26  # bytes
 _BEGINNINGS = (b'{"kind": "train", "step": ', b'{"kind": "eval", "step": ')
 _RENAMED = MappingProxyType({"loss": "nats_per_token"})  # since 0.1.0, runs of which may go on
 
@@ -44,8 +45,10 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Each record, and the byte at which its line ends."""
     end = 0
     with open_regular(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
             where, fix = f"{path} line {number}", "move the file away to go on without it"
+            if len(line) == _LONGEST_LINE:
+                raise ValueError(f"{where} is longer than any that a run writes; {fix}")
             if not line.endswith(b"\n"):
                 if not any(line.startswith(begin) or begin.startswith(line) for begin in _BEGINNINGS):
                     raise ValueError(f"{where} is not a record of a run; {fix}")

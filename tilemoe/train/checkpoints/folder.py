@@ -56,6 +56,7 @@ from tilemoe.train.checkpoints.sharded_state import (
     whole_tensors,
 )
 from tilemoe.train.config import Recipe, differences, parse_recipe
+from tilemoe.train.finite import find_non_finite
 from tilemoe.train.optim import optimizer_tensors
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -255,11 +256,13 @@ class Checkpoint:
     def load_model(self, model: nn.Module) -> None:
         """Copy the weights and buffers into ``model``, on any device; of one that is shared, this process' part.
 
-        Adapters of ``model`` stay as they are where the checkpoint's has none.
+        Adapters of ``model`` stay as they are where the checkpoint's has none. CheckpointError: a value is not finite.
         """
         absent = adapter_names(model) if self.state.recipe.lora is None else set()
         with self._tensors() as held:
             read_model(held, model, absent)
+        if name := find_non_finite(model):
+            self.refuse_non_finite(name)
 
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Weights, optimiser state and torch's random-number generators, bit for bit.

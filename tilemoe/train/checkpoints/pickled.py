@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MOST_BYTES, _MOST_VALUES = 1 << 26, 1 << 12  # of the file; at once on the stack, which gets 1,000 pairs at a time
+from tilemoe.data.files import read_bytes
+
+_MOST_VALUES = 1 << 12  # at once on the stack, which gets 1,000 pairs at a time
 _PLAIN = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
 _TAKEN = {  # how many values an opcode takes; 0: those since the last mark
     "TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0,
@@ -27,9 +29,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
         ValueError: PyTorch writes no such file.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError("it is larger than any that was written")
-        return _tensors(_value(path.read_bytes()))
+        return _tensors(_value(read_bytes(path)))
     except (ValueError, TypeError, AttributeError, LookupError) as error:  # what damaged bytes come to
         told = " ".join(str(error).split())[:200] if type(error) is ValueError else "it is none of a checkpoint"
         raise ValueError(f"{path} is refused: {told}; use the checkpoint only if you know who made it") from error

@@ -22,7 +22,6 @@ from tilemoe.parallel.model import parallelize
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
 from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.config import Recipe
-from tilemoe.train.finite import find_non_finite
 from tilemoe.train.job.processes import ALONE, Job
 
 
@@ -149,8 +148,6 @@ def _restore(path: Path, device_name: str) -> Restored:
     device = select_device(device_name)
     model = make_decoder(checkpoint.state.recipe)
     checkpoint.load_model(model)
-    if name := find_non_finite(model):
-        checkpoint.refuse_non_finite(name)
     model.to(device).eval()
     tokenizer = load_tokenizer(checkpoint.tokenizer_spec)
     if checkpoint.state.recipe.data.format == "chat":
