@@ -23,7 +23,7 @@ from gluon_values import Buffer, Product
 from hopper_faults import Fault
 from hopper_fp8_faults import FAULTS, OF_STATIONARY, OF_WGRAD, SWIGLU
 from torch import Tensor
-from triton_checks import Case, choose_bands, turn
+from triton_checks import Case, choose_bands, every_third, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
@@ -130,7 +130,7 @@ def _float(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.float()
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", every_third(ROUTINGS))
 def test_hostile_routings(name: str) -> None:
     index = list(ROUTINGS).index(name)
     plan, case = ROUTINGS[name], CASES[5 * index % len(CASES)]
@@ -203,7 +203,7 @@ def test_wide_weight_gradients(all_wgrads_in_fp8: None, index: int, column_major
     assert gluon_kernels(launches) == {"gemm_transposed_kernel"}
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", every_third(ROUTINGS))
 def test_wide_weight_gradients_of_hostile_routings(all_wgrads_in_fp8: None, name: str) -> None:
     with emulated(seed=1):
         assert_wgrads_agree(KERNELS, ROUTINGS[name], 128, 384, False, torch.float16, LIMIT)

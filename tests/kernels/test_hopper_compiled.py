@@ -120,7 +120,7 @@ def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", OF_ROWS)
-@pytest.mark.parametrize("d", [64, 1000])
+@pytest.mark.parametrize("d", [1000, pytest.param(64, marks=pytest.mark.thorough)])
 def test_row_gemms_of_either_stride_order(kernel: Kernel, d: int, tmp_path: Path) -> None:
     """The first weight is contiguous in the other dimension than the second."""
     of = make_operands(widths=(d, 456))

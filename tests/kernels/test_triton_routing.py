@@ -202,6 +202,7 @@ def test_rounding_compiles_without_spills(
         assert stack_bytes(compiled, tmp_path) <= NO_SPILL, where
 
 
+@pytest.mark.thorough
 def test_rounding_compiles_for_amd_and_with_a_mask() -> None:
     masked = rounding_launches(128, 8, "nearest_score", "softmax", masked=True)
     for _, compiled in compile_launches(masked, GFX942):

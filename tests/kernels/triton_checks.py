@@ -3,9 +3,10 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R routed rows · w = 2n gated, n ungated
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,11 @@ SMALL_CASES = (
         Case(FP32, "reglu", bias=True, hidden_size=264, intermediate_size=136),
     )
 )
+
+
+def every_third(names: Iterable[str]) -> list[Any]:
+    """Parameters: every third, and the others for `make thorough`."""
+    return [pytest.param(name, marks=pytest.mark.thorough if i % 3 else ()) for i, name in enumerate(names)]
 
 
 def turn(weight: Tensor) -> Tensor:
