@@ -49,7 +49,7 @@ class ActivationSpec:
     @property
     def width_factor(self) -> int:
         """Columns of h per column of a: 2 when gated, else 1."""
-        return 2 if self.is_gated else 1
+        return 2 if REGISTRY[self.name].is_gated else 1
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def activation_spec(
     """The `ActivationSpec` of a registered name, None filled in; ValueError: it is unknown or lacks the parameter."""
     if limit is not None or alpha is not None:
         limit, alpha = _specialised(limit, alpha)
-    validate_activation(name, limit, alpha)
+    if limit is not None or alpha is not None or not isinstance(name, str) or name not in REGISTRY:
+        validate_activation(name, limit, alpha)
     entry = REGISTRY[name]
     if entry.limit is None:
         return ActivationSpec(name, gate_up, math.inf, 1.0)  # PyTorch 2.11 makes a dataclass' defaults symbolic, too

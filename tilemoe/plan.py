@@ -150,6 +150,11 @@ def plan_of(arrays: PlanArrays, num_tokens: int) -> RoutingPlan:
     return RoutingPlan(*arrays, row_start_of_expert.shape[0] - 1, num_tokens, unchecked=True)
 
 
+def without_derived(plan: RoutingPlan) -> RoutingPlan:
+    """``plan``, with nothing derived yet."""
+    return RoutingPlan(*plan.arrays, plan.num_experts, plan.num_tokens, unchecked=True)
+
+
 def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:
     """The expert of each row number in ``rows``, int64: E for rows past the last expert's, -1 for negative numbers.
 

@@ -29,7 +29,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
-from tilemoe.runtime import launch_cache as replayed
+from tilemoe.runtime import operator as replayed
 from tilemoe.runtime.device import Device
 
 H200 = Device(capability=90, shared_bytes=227 * 1024, multiprocessors=132)

@@ -98,7 +98,7 @@ def never_repeated() -> Iterator[None]:
     def is_replayable(first: Tensor) -> bool:
         return False
 
-    with mock.patch("tilemoe.runtime.launch_cache.is_replayable", is_replayable):
+    with mock.patch("tilemoe.runtime.operator.is_replayable", is_replayable):
         yield
 
 

@@ -135,7 +135,7 @@ def test_grouped_mm_serves_what_it_can(
         return grouped_mm(*args, **kwargs)
 
     monkeypatch.setattr(F, "grouped_mm", count)
-    monkeypatch.setattr(grouped_module, "_is_16_bit_on_cpu", lambda t: False)  # as on a GPU
+    monkeypatch.setattr(grouped_module, "_GROUPED_DTYPES_OF_CPU", grouped_module._GROUPED_DTYPES)  # as on a GPU
     plan = PLANS["random"]
     weight = normal(plan.num_experts, p, q, dtype=dtype)
     for strided in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):

@@ -100,7 +100,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[
     """Called with Triton's version and a compute capability: the GPU that is asked has it."""
 
     def forget() -> None:
-        for asked in (device_module._known_why_no_triton, choose._known_experts_on, choose._known_router):
+        for asked in (device_module.why_no_triton, choose._known_experts_on, choose._known_router):
             asked.cache_clear()
 
     def have(version: str, capability: tuple[int, int]) -> None:

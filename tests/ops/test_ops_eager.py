@@ -22,8 +22,8 @@ from tilemoe.ops.moe import moe
 from tilemoe.ops.plan import build_topk
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.runtime import launch_cache as replayed
-from tilemoe.runtime.launch_cache import is_replayable
+from tilemoe.runtime import operator as replayed
+from tilemoe.runtime.operator import is_replayable
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}

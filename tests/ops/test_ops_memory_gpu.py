@@ -105,9 +105,7 @@ def test_sliced_and_whole_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
 
     sliced = run()
     whole = [slice(0, shape.hidden_size)]
-    monkeypatch.setattr(
-        "tilemoe.runtime.launch_cache.is_replayable", lambda first: False
-    )  # it would remember the slices
+    monkeypatch.setattr("tilemoe.runtime.operator.is_replayable", lambda first: False)  # it would remember the slices
     for name in ("forward_slices", "backward_slices"):
         monkeypatch.setattr(f"tilemoe.ops.experts.{name}", lambda shape: whole)
     assert_equal(sliced, run())

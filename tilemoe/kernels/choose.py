@@ -127,7 +127,9 @@ def choose_experts(
         chosen = choose_experts(device, dtype, widths)
         reason = f"not in FP8 ({why_not}): change that, or set precision='bf16'; {chosen.reason}"
         return Choice(chosen.name, chosen.impl, reason)
-    return _experts_on(device, dtype, why_widths_unsupported(*widths))
+    chosen = _experts_on(device, dtype, None)
+    why_widths = None if chosen.name == "torch" else why_widths_unsupported(*widths)
+    return chosen if why_widths is None else _experts_on(device, dtype, why_widths)
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
@@ -143,7 +145,7 @@ def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] 
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Why Triton kernels are not used for GEMMs in ``dtype``; None if they are. Traceable, with symbolic widths."""
+    """Why Triton kernels are not used for GEMMs in ``dtype``; None if they are."""
     why = why_no_triton(device)
     if why is not None:
         return why

@@ -67,7 +67,8 @@ class Experts(nn.Module):
         # Before the dispatch, so that backward sends the tokens' gradients before it returns the weights'.
         local = self.dispatcher.local_weight
         w1, w2 = local(self.w1), local(self.w2)
-        b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
+        b1 = None if self.b1 is None else local(self.b1)
+        b2 = None if self.b2 is None else local(self.b2)
         here = self.dispatcher.dispatch(x, plan, scores)
         o = (self.compute or moe)(
             here.x,

@@ -19,7 +19,7 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.mlp import MLP
-from tilemoe.layers.router import Router, checked_output
+from tilemoe.layers.router import Router, RouterOutput, checked_output
 from tilemoe.routing.balance import check_group, update_selection_bias
 from tilemoe.routing.topk import Routing, checked_mask, route
 from tilemoe.runtime.tensors import require_tensor, require_tensors
@@ -203,19 +203,26 @@ class MoE(nn.Module):
             flat = flat.masked_fill(padding, 0.0)  # before anything reads x: 0 times NaN is NaN
         if expert_ids is not None and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
             expert_ids = expert_ids.reshape(flat.shape[0], expert_ids.shape[-1])
-        out = checked_output(self.router(flat), flat, self.cfg, token_mask, expert_ids)
+        out = self.router(flat)
+        if not isinstance(out, RouterOutput):  # of a custom router
+            out = checked_output(out, flat, self.cfg, token_mask, expert_ids)
         if isinstance(out, Routing):
             routing, logits, x_of_experts = out, None, flat
         else:
             logits, x_of_experts = out
-            if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.router.parameters()):
+            if (
+                self.cfg.num_experts_per_tok == 1
+                and self.training
+                and torch.is_grad_enabled()
+                and any(weight.requires_grad for weight in self.router.parameters())
+            ):
                 self.cfg.require_learnable_router()
             routing = route(
                 logits,
                 self.cfg,
                 training=self.training,
                 generator=generator,
-                selection_bias=self.selection_bias,
+                selection_bias=getattr(self.router, "selection_bias", None),
                 token_mask=token_mask,
                 group=self.group,
                 expert_ids=expert_ids,

@@ -18,7 +18,7 @@ from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops import router as ops
 from tilemoe.routing.topk import Routing
 from tilemoe.runtime.operator import refuse_transforms
-from tilemoe.runtime.tensors import require_factory, require_tensor
+from tilemoe.runtime.tensors import require_factory, require_tensors
 from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
 
@@ -109,11 +109,9 @@ class RouterOutput(NamedTuple):
 def checked_output(
     out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | None, expert_ids: Tensor | None
 ) -> RouterOutput | Routing:
-    """``out`` of any router for x (T, d), plain logits wrapped in a `RouterOutput`; ValueError: it does not fit ``cfg``
-    or the arguments of the layer's forward.
+    """``out`` of a custom router for x (T, d), plain logits wrapped in a `RouterOutput`; ValueError: it does not fit
+    ``cfg`` or the arguments of the layer's forward.
     """
-    if isinstance(out, RouterOutput):
-        return out
     tokens, experts = x.shape[0], cfg.num_experts
     if isinstance(out, Tensor):
         if out.ndim != 2 or out.shape[0] != tokens or out.shape[1] != experts:
@@ -175,7 +173,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> RouterOutput:
         """x (T, d) -> `RouterOutput`. ValueError: x's shape or dtype is wrong, or it is not on the weights' device."""
-        require_tensor("x", x)
+        require_tensors({"x": x})
         refuse_transforms("tilemoe.MoE", x, self.weight)
         if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, d) with d = {self.weight.shape[1]}, got shape {tuple(x.shape)}")

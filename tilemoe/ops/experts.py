@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.base import Backend, shape_of
 from tilemoe.kernels.experts.formats.dense import compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS
 from tilemoe.kernels.experts.formats.operand import Operand
-from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices, shape_of
+from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.accumulation import sum_to_add_to
 from tilemoe.ops.out_of_memory import advise
-from tilemoe.plan import RoutingPlan, plan_of
+from tilemoe.plan import RoutingPlan, plan_of, without_derived
 from tilemoe.runtime.operator import Arguments, Operator
 
 _NUM_ARRAYS = 5  # tensors in `RoutingPlan.arrays`
@@ -113,10 +113,6 @@ def _wgrad_flops(by_token: Any, by_row: Any, *rest: Any, **_: Any) -> int:
     return gemm_flops(rest, by_token[1] * by_row[1])
 
 
-def without_derived(plan: RoutingPlan) -> RoutingPlan:
-    return plan_of(plan.arrays, plan.num_tokens)
-
-
 def moe_forward(
     x: Tensor,
     w1: Tensor,
@@ -181,7 +177,8 @@ def _moe_fake(
 def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     x, w1, w2, s, b1, b2, save, ctx.accumulate, plan, ctx.spec, ctx.backend = args
     h, scale = output[1:]
-    ctx.mark_non_differentiable(*(t for t in (h, scale) if t is not None))
+    if h is not None:
+        ctx.mark_non_differentiable(*((h,) if scale is None else (h, scale)))
     ctx.set_materialize_grads(False)
     ctx.num_tokens = plan.num_tokens
     kept = (None if save == "none" else h, scale if save == "fp8" else None)

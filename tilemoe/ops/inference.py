@@ -21,8 +21,7 @@ from tilemoe.ops.moe import check_options, check_plan, check_tensors
 from tilemoe.ops.out_of_memory import out_of_memory_message
 from tilemoe.ops.plan import builder_for, check_topk_ids
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.launch_cache import is_replayable
-from tilemoe.runtime.operator import Operator, is_plain
+from tilemoe.runtime.operator import Operator, is_plain, is_replayable
 from tilemoe.runtime.precompile import require_values
 from tilemoe.shape import MoEShape
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.checks import require_type
-from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.base import Backend, shape_of
 from tilemoe.kernels.experts.formats.dense import (
     FLOAT_DTYPES,
     compute_dtype,
@@ -31,12 +31,12 @@ from tilemoe.kernels.experts.formats.dense import (
 )
 from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, why_not_nf4
 from tilemoe.kernels.experts.formats.operand import Weight
-from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shape_of
+from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs
-from tilemoe.ops.experts import gemm_flops, routed_operator, without_derived
+from tilemoe.ops.experts import gemm_flops, routed_operator
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
-from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of
+from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of, without_derived
 from tilemoe.runtime.tensors import require_tensors
 
 _LINEAR = ActivationSpec("relu")  # any ungated one: `Backend.up_proj` returns what is before the activation

@@ -16,7 +16,7 @@ from tilemoe.checks import require_bool, require_choice, shown
 from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS, SAVES, require_save
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import Backend
-from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.formats.fp8 import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_of
 from tilemoe.ops import experts as expert_ops
@@ -74,23 +74,23 @@ def moe(
         >>> torch.allclose(o, tilemoe.reference.moe(x, w1, w2, plan, scores), rtol=1e-4, atol=1e-4)
         True
     """
-    check_options(gate_up, recompute, precision, save)
+    check_options(gate_up, recompute, precision, save, accumulate)
     require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
-    require_bool("accumulate", accumulate)
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     accumulate = accumulate and w1.is_leaf and w2.is_leaf
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     check_plan(x, w1, plan, scores)
-    _check_save(save, x.dtype, w1.shape[1])
+    if save == "fp8":
+        _check_fp8_save(x.dtype, w1.shape[1])
     backend = backend_for(kernels, w2, w2.shape[1:], precision)
     s = scores.reshape(-1)
-    if is_differentiable(x, w1, w2, s, b1, b2):  # else only `combine` reads the scores, and converts them itself
-        s = s.to(torch.promote_types(s.dtype, compute_dtype(x.dtype)))
+    is_recorded = is_differentiable(x, w1, w2, s, b1, b2)
+    if is_recorded:  # else only `combine` reads the scores, and converts them itself
+        s = s.to(torch.promote_types(torch.promote_types(s.dtype, x.dtype), torch.float32))
     s = s.contiguous()  # kernels index it by position, and reshape may have returned a strided view
-    inputs = (x, w1, w2, s, b1, b2)
-    kept = save if recompute is None and is_differentiable(*inputs) else "none"
-    o: Tensor = expert_ops.moe(*inputs, kept, accumulate, plan, spec, backend)[0]
+    kept = save if recompute is None and is_recorded else "none"
+    o: Tensor = expert_ops.moe(x, w1, w2, s, b1, b2, kept, accumulate, plan, spec, backend)[0]
     return o
 
 
@@ -128,21 +128,26 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
     return backend
 
 
-def check_options(gate_up: str, recompute: str | None, precision: str = "bf16", save: str = "full") -> None:
+def check_options(
+    gate_up: Any, recompute: Any, precision: Any = "bf16", save: Any = "full", accumulate: Any = False
+) -> None:
     """ValueError for an option that `moe` does not know, or for two that contradict each other."""
-    require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)
+    choices = ("gate_up", gate_up, GATE_UP_LAYOUTS), ("precision", precision, PRECISIONS), ("save", save, SAVES)
+    for name, value, known in choices:
+        if not isinstance(value, str) or value not in known:  # asked here, because every forward comes by
+            require_choice(name, value, known)
+    if not isinstance(accumulate, bool):
+        require_bool("accumulate", accumulate)
     if recompute is not None and not (isinstance(recompute, str) and recompute == "up_proj"):
         raise ValueError(f"recompute must be None or 'up_proj', got {shown(recompute)}")
-    require_choice("precision", precision, PRECISIONS)
-    require_choice("save", save, SAVES)
     if recompute is not None and save != "full":
         raise ValueError(f"save={save!r} has no h to keep with recompute={recompute!r}; leave one of them out")
 
 
-def _check_save(save: str, dtype: torch.dtype, width: int) -> None:
-    """ValueError if h (R_max, ``width``) of this dtype cannot be saved as ``save`` says."""
-    require_save(save, width)
-    why = why_not_quantized(dtype) if save == "fp8" else None
+def _check_fp8_save(dtype: torch.dtype, width: int) -> None:
+    """ValueError if h (R_max, ``width``) of this dtype cannot be saved in FP8."""
+    require_save("fp8", width)
+    why = why_not_quantized(dtype)
     if why is not None:
         raise ValueError(f"save='fp8': {why}; use save='full', or another dtype")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, shape_of
+from tilemoe.kernels.experts.base import shape_of
+from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 

@@ -7,15 +7,16 @@ from torch import Tensor
 
 from tilemoe.kernels.choose import PlanBuilder, choose_inference_plan, choose_plan
 from tilemoe.kernels.plan import torch as torch_plan
+from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 from tilemoe.runtime.operator import Operator
-from tilemoe.runtime.tensors import require_tensor
+from tilemoe.runtime.tensors import require_tensors
 
 _INT32_MAX = 2**31 - 1
 
 
 def check_ids(name: str, ids: Tensor, ndim: int) -> None:
     """ValueError unless ``ids`` is an int32 or int64 tensor of ``ndim`` dimensions, with at most 2^31 - 1 elements."""
-    require_tensor(name, ids)
+    require_tensors({name: ids})
     if ids.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(ids.shape)}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -44,6 +45,19 @@ def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Pla
     """The plan builder for these ids on their device."""
     choose = choose_inference_plan if is_inference else choose_plan
     return choose(expert_ids.device, expert_ids.numel(), num_experts).impl
+
+
+def topk_plan(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
+    """`tilemoe.plan_topk` of arguments that are checked."""
+    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = build_topk(
+        expert_ids, num_experts, not torch.is_grad_enabled()
+    )
+    tokens = expert_ids.shape[0]
+    plan = RoutingPlan(
+        token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits, unchecked=True
+    )
+    plan.derived[ROWS_PER_EXPERT] = rows_per_expert
+    return plan
 
 
 def _build_pairs_fake(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> tuple[Tensor, ...]:

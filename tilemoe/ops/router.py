@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.config import MoEConfig
 from tilemoe.kernels.choose import why_not_triton
 from tilemoe.runtime.operator import Operator
 from tilemoe.runtime.tracing import specialised
@@ -21,23 +21,13 @@ _SPEC_SCHEMA = (
 Spec = tuple[int, str, bool, float, int, int, bool, bool]
 
 
-def constant_scale(router: RouterConfig) -> float:
-    """``router.scale``; traced, a constant of the graph.
-
-    A symbol would belong to the checkpointed part that reads it first, and PyTorch's tracer fails in the next one.
-    """
-    scale: float
-    (scale,) = specialised(router.scale)
-    return scale
-
-
 def spec_args(cfg: MoEConfig) -> Spec:
     """The configuration as the last arguments of both operators, in their order (`_SPEC_SCHEMA`)."""
     router = cfg.router
     mode = "late softmax" if router.softmax_after_topk else router.score
     losses = (bool(router.aux_loss_coef), bool(router.z_loss_coef))
     groups = (router.num_groups, router.top_groups)
-    return (cfg.num_experts_per_tok, mode, router.normalize, constant_scale(router), *groups, *losses)
+    return (cfg.num_experts_per_tok, mode, router.normalize, *specialised(router.scale), *groups, *losses)
 
 
 def _select(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

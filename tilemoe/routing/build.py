@@ -5,11 +5,10 @@ T tokens · E experts · K experts per token · P pairs
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tilemoe.ops import plan as plan_ops
-from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan, check_count
+from tilemoe.plan import RoutingPlan, check_count
 
 
 def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
@@ -25,15 +24,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     """
     plan_ops.check_topk_ids(expert_ids)
     check_count("num_experts", num_experts, minimum=1)
-    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.build_topk(
-        expert_ids, num_experts, not torch.is_grad_enabled()
-    )
-    tokens = expert_ids.shape[0]
-    plan = RoutingPlan(
-        token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits, unchecked=True
-    )
-    plan.derived[ROWS_PER_EXPERT] = rows_per_expert
-    return plan
+    return plan_ops.topk_plan(expert_ids, num_experts)
 
 
 def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> RoutingPlan:

@@ -12,7 +12,6 @@ from torch import Tensor
 from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.kernels.choose import choose_rounding
 from tilemoe.ops import rounding as rounding_ops
-from tilemoe.ops.router import constant_scale
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.tensors import require_generator
 from tilemoe.runtime.tracing import is_in_backward, specialised, warn_once
@@ -74,7 +73,7 @@ def round_tokens(
         if token_mask is not None:
             logits = logits.masked_fill(~token_mask[:, None], 0.0)
         all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
-        scale = constant_scale(cfg.router)
+        (scale,) = specialised(cfg.router.scale)
         how = (rounding.mode, rounding.tile, scale, capacity)
         tensors = rounding_ops.round_rows(all_scores.detach(), expert_ids, kept, uniform, token_mask, *how)
         scaled = all_scores * scale

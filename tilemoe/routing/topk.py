@@ -18,9 +18,9 @@ from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.choose import choose_router
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops import router as router_ops
+from tilemoe.ops.plan import topk_plan
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import check_group, num_ranks, sum_over_ranks
-from tilemoe.routing.build import plan_topk
 from tilemoe.routing.replay import check_replayed_ids
 from tilemoe.routing.rounding import round_tokens, rounds
 from tilemoe.runtime.operator import refuse_transforms
@@ -156,12 +156,9 @@ def route(
         ([[0, 1]], [0.75, 0.25])
     """
     require_tensors({"logits": logits}, {"selection_bias": selection_bias, "token_mask": token_mask})
-    _check(logits, cfg, selection_bias)
+    _check(logits, cfg, selection_bias, training, generator, group)
     if token_mask is not None:
         token_mask = checked_mask(token_mask, logits.shape[:1], logits.device)
-    require_bool("training", training)
-    require_generator(generator)
-    check_group(group)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if expert_ids is not None:
         shape = (logits.shape[0], cfg.num_experts_per_tok)
@@ -171,13 +168,13 @@ def route(
         choice = choose_router(logits.device, logits.dtype, *specialised(cfg.num_experts, cfg.num_experts_per_tok))
         select = _select_fused if choice.name == "triton" else _select
         chosen = select(logits, cfg, selection_bias, token_mask)
-    if expert_ids is None and rounds(cfg, logits.shape[0], training):
+    if expert_ids is None and cfg.rounding is not None and rounds(cfg, logits.shape[0], training):
         plan, scores, pairs_of_expert = round_tokens(
             logits, chosen.expert_ids, chosen.scores, cfg, generator=generator, token_mask=token_mask
         )
         tokens_per_expert = plan.rows_per_expert
     else:
-        plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
+        plan, scores = topk_plan(chosen.expert_ids, cfg.num_experts), chosen.scores
         tokens_per_expert = pairs_of_expert = plan.rows_per_expert
     aux_loss, statistics = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
     ids = chosen.expert_ids.int()
@@ -299,7 +296,7 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
         kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
     elif router.normalize:
         kept = _normalized(kept)
-    scale = router_ops.constant_scale(router)
+    (scale,) = specialised(router.scale)
     return kept if scale == 1.0 else kept * scale
 
 
@@ -328,7 +325,7 @@ def _aux_loss(
     counts = pairs_of_expert
     # Without a mask the host knows the number of tokens, so that the device need not compute it.
     tokens: Tensor | int = scores.shape[0] if token_mask is None else token_mask.sum()
-    ranks = num_ranks(group) if training else 1
+    ranks = num_ranks(group) if training and dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
         here = tokens if isinstance(tokens, Tensor) else counts.new_full((), tokens)
         everywhere = sum_over_ranks(torch.cat([counts.long(), here.long()[None]]), group)
@@ -407,8 +404,15 @@ def checked_mask(token_mask: Tensor, shape: tuple[int, ...], device: torch.devic
     return token_mask
 
 
-def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> None:
-    require_type("cfg", cfg, MoEConfig)
+def _check(logits: Tensor, cfg: Any, selection_bias: Tensor | None, training: Any, generator: Any, group: Any) -> None:
+    if not isinstance(cfg, MoEConfig):
+        require_type("cfg", cfg, MoEConfig)
+    if not isinstance(training, bool):
+        require_bool("training", training)
+    if generator is not None:
+        require_generator(generator)
+    if group is not None:
+        check_group(group)
     if logits.ndim != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(
             f"logits must be (T, E) with E = num_experts = {cfg.num_experts}, got shape {tuple(logits.shape)}"

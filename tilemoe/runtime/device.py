@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from tilemoe.runtime.tracing import constant_when_traced
-
 # The first release that puts a proxy fence between cp.async and the matrix products of compute capability 10.x: before
 # it they may read shared memory too early, and give other results in each run.
 TRITON_FOR_10 = "3.7.1"
@@ -76,14 +74,9 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@constant_when_traced
-def why_no_triton(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on ``device``, in a few words; None if they do."""
-    return _known_why_no_triton(device)
-
-
 @cache  # asked by every forward, and the answer takes a look at the GPU
-def _known_why_no_triton(device: torch.device) -> str | None:
+def why_no_triton(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on ``device``, in a few words; None if they do. Not to be traced."""
     if device.type != "cuda":
         return f"Triton does not run on {device.type}"
     if not has_triton():

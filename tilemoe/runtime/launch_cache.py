@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilemoe.runtime.device import has_triton
 from tilemoe.runtime.precompile import Precompile, active
 
 if TYPE_CHECKING:
@@ -30,11 +29,11 @@ class LaunchCache:
     def look_up(self, operands: tuple[Any, ...]) -> tuple[LaunchTrace | None, LaunchTracer | Precompile | None]:
         """What to repeat; or what is to watch the call and then to keep its output; or neither.
 
-        ``operands``: a tensor, then all other tensors and all else that launches depend on.
+        ``operands``: a tensor of the current GPU, then all other tensors and all else that launches depend on.
         """
-        first = operands[0]
-        if not is_replayable(first) or active() is not None:
+        if active() is not None:
             return None, None
+        first = operands[0]
         traces = _launch_trace()
         layouts = (
             first.device,
@@ -54,20 +53,6 @@ class LaunchCache:
         if known is not False:
             return known, None
         return None, traces.LaunchTracer(operands, partial(self.known.__setitem__, layouts))
-
-
-def is_replayable(first: Tensor) -> bool:
-    """Whether launches for this operand start on the current device, and no dispatch mode sees their allocations.
-
-    Not on AMD's GPUs, whose kernels also depend on the size of the memory that a tensor is part of.
-    """
-    return (
-        first.is_cuda
-        and torch.version.hip is None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and first.device.index == torch.cuda.current_device()
-        and has_triton()
-    )
 
 
 @cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tilemoe.runtime.device import has_triton
 from tilemoe.runtime.imports import after_import
 from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.runtime.tensors import PLAIN
@@ -43,7 +44,6 @@ class Arguments:
 
 
 _AS_GIVEN = Arguments()
-_NEITHER = (None, None)
 
 
 class Operator:
@@ -73,7 +73,7 @@ class Operator:
     ) -> None:
         self.name, self.run, self._fake, self._arguments, self._advise = name, run, fake, arguments, advise
         self._launches = LaunchCache() if repeats else None
-        self._save: Save | None = None
+        self.save: Save | None = None
         self._backward: Backward | None = None
         self.registered: Any = None
         if schema is not None:
@@ -91,7 +91,7 @@ class Operator:
 
         As torch.library's and autograd's; the gradients of the other arguments are None.
         """
-        self._save, self._backward = save, backward
+        self.save, self._backward = save, backward
         self.registered.register_autograd(
             self.differentiate,
             setup_context=lambda ctx, inputs, output: save(ctx, self._arguments.unflatten(inputs), output),
@@ -108,26 +108,28 @@ class Operator:
     def __call__(self, *args: Any, seen: bool = False) -> Any:
         """What ``run`` returns. ``seen``: called by the registered operator, for a tracer or a dispatch mode."""
         operands = self._arguments.operands(args)
-        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        first: Tensor = operands[0]
         if not seen and self.registered is not None:
             if not torch.compiler.is_compiling():
                 if forward_ad._current_level >= 0:
-                    self._refuse_tangents(tensors)
+                    self._refuse_tangents(operands)
                 if torch._C._functorch.peek_interpreter_stack() is not None:
-                    refuse_transforms(f"tilemoe::{self.name}", *tensors)
-            if not _is_unwatched(tensors):
+                    refuse_transforms(f"tilemoe::{self.name}", *operands)
+            if not _is_unwatched(operands):
                 return self.registered(*self._arguments.flatten(args))
-        is_recorded = self._save is not None and not seen and is_differentiable(*tensors)
+        is_recorded = self.save is not None and not seen and is_differentiable(*operands)
         casts = torch._C._is_any_autocast_enabled()  # a tenth of the time of asking for a device's
         if casts:
-            kind = tensors[0].device.type
+            kind = first.device.type
             casts = torch.is_autocast_enabled(kind)
         if is_recorded:
             torch._C._set_grad_enabled(False)
         if casts:  # the operator has chosen its dtypes: a backward under autocast must not lower the fp32 ones
             torch.set_autocast_enabled(kind, False)
         try:
-            trace, watcher = _NEITHER if self._launches is None else self._launches.look_up(operands)
+            trace, watcher = None, None
+            if self._launches is not None and is_replayable(first):
+                trace, watcher = self._launches.look_up(operands)
             if trace is not None:
                 output = trace(operands)
             elif watcher is None:
@@ -157,10 +159,6 @@ class Operator:
             raise torch.OutOfMemoryError(advice)
         return EagerFunction.apply(*args, (self, output)) if is_recorded else output
 
-    def save(self, ctx: Any, args: Args, output: Any) -> None:
-        assert self._save is not None, "nothing else is recorded"
-        self._save(ctx, args, output)
-
     def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         assert self._backward is not None, "nothing else is recorded"
         found = self._backward(ctx, *grads)
@@ -168,6 +166,7 @@ class Operator:
 
     def _compile_backward(self, args: Args, output: Any) -> None:
         """Where launches only compile, let the backward compile its kernels beside the forward's."""
+        assert self.save is not None, "nothing else is recorded"
         with suppress(Exception):  # memory that is missing, or a refusal: the backward's to raise, if it is ever called
             ctx = _Unrecorded(args)
             self.save(ctx, args, output)
@@ -181,8 +180,9 @@ class Operator:
         assert self._fake is not None, "a schema comes with a fake"
         return _without_none(self._fake(*self._arguments.unflatten(flat)), flat[0])
 
-    def _refuse_tangents(self, tensors: list[Tensor]) -> None:
+    def _refuse_tangents(self, operands: Args) -> None:
         """RuntimeError inside forward-mode differentiation, where an operator would drop the tangents in silence."""
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeError(
                 f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, "
@@ -237,6 +237,20 @@ def refuse_transforms(name: str, *args: Any) -> None:
         )
 
 
+def is_replayable(first: Tensor) -> bool:
+    """Whether launches for this operand start on the current device, and no dispatch mode sees their allocations.
+
+    Not on AMD's GPUs, whose kernels also depend on the size of the memory that a tensor is part of.
+    """
+    return (
+        first.is_cuda
+        and torch.version.hip is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and first.device.index == torch.cuda.current_device()
+        and has_triton()
+    )
+
+
 def is_differentiable(*args: Any) -> bool:
     """Whether autograd would record an operator of ``args``."""
     if torch.is_grad_enabled():
@@ -248,13 +262,12 @@ def is_differentiable(*args: Any) -> bool:
 
 def is_plain(*args: Any) -> bool:
     """Whether operators of ``args`` would run their implementation alone, or with autograd: no tracer, no mode."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    return not is_transformed and _is_unwatched(tensors)
+    return not is_transformed and _is_unwatched(args)
 
 
-def _is_unwatched(tensors: list[Tensor]) -> bool:
-    """Whether an operator of ``tensors`` would go unseen: all are plain and have data, no tracer, mode or profiler."""
+def _is_unwatched(operands: Args) -> bool:
+    """Whether an operator would go unseen: its tensors are plain and have data, no tracer, mode or profiler is on."""
     if (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
@@ -262,8 +275,10 @@ def _is_unwatched(tensors: list[Tensor]) -> bool:
         or torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
     ):
         return False
-    # PyTorch negates a negated view.
-    return not [tensor for tensor in tensors if type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()]
+    for operand in operands:  # PyTorch negates a negated view
+        if isinstance(operand, Tensor) and (type(operand) not in PLAIN or operand.is_meta or operand.is_neg()):
+            return False
+    return True
 
 
 def _without_none(output: Any, like: Tensor) -> Any:

@@ -43,7 +43,8 @@ def specialised(*numbers: Any) -> tuple[Any, ...]:
     """``numbers``, each a number or None. Traced, where one may be a symbol, its value, by which the graph is guarded.
 
     For what goes into a string or a function whose result is constant: with ``dynamic=True`` every number that does
-    not come from a module is a symbol, and without it one that has had two values.
+    not come from a module is a symbol, and without it one that has had two values. Also for a number that is read in
+    several checkpointed parts: a symbol would belong to the first, and PyTorch's tracer fails in the next.
     """
     if not torch.compiler.is_compiling():
         return numbers
@@ -66,6 +67,8 @@ def is_in_backward() -> bool:
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """What autocast casts to on devices of this kind ("cpu", "cuda", ...); None where it is off, or there is none."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():  # quicker than asking for one
+        return None
     if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
@@ -73,6 +76,8 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Inside, nothing is cast on devices of this kind."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return nullcontext()
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
 

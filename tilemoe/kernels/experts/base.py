@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand
 from tilemoe.plan import RoutingPlan
+from tilemoe.shape import MoEShape
 
 
 class Backend(ABC):
@@ -176,3 +178,14 @@ class Backend(ABC):
         """
         db1 = self.up_proj_bias_grad(dh, plan)  # before dw1, which may be added to ``out``: see `down_proj_wgrad`
         return self.up_proj_wgrad(x, dh, plan, column_major, out), db1
+
+
+def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
+    """The shape of one call, in elements of ``like``'s dtype; its number of rows is the buffers', R_max."""
+    sizes = (plan.num_tokens, d, n, plan.num_experts, 1)  # K is not used: the rows are given
+    return _cached_shape(
+        *sizes, spec.is_gated, like.element_size(), plan.token_of_row.shape[0], plan.pair_start_of_token is None, save
+    )
+
+
+_cached_shape = lru_cache(MoEShape)  # every forward asks for one, and its checks take longer than finding it

@@ -10,38 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from tilemoe.config import FP8_BLOCK
 from tilemoe.kernels.experts.slicing import fewest, widest
 from tilemoe.shape import MoEShape
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilemoe.activations import ActivationSpec
-    from tilemoe.plan import RoutingPlan
-
 _INDEX_BYTES = 4
 _SCORE_BYTES = 4
 _SHARE = 5 / 6  # slicing brings a peak down to this share of all its tensors together
 _FLOPS_PER_BYTE = 200  # an H100's sustained bf16 FLOP/s over its memory bandwidth
-
-
-def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
-    """The shape of one call, in elements of ``like``'s dtype; its number of rows is the buffers', R_max."""
-    return MoEShape(
-        num_tokens=plan.num_tokens,
-        hidden_size=d,
-        intermediate_size=n,
-        num_experts=plan.num_experts,
-        num_experts_per_tok=1,  # not used: ``rows`` is given
-        is_gated=spec.is_gated,
-        element_bytes=like.element_size(),
-        rows=plan.capacity,
-        is_topk=plan.pair_start_of_token is None,
-        save=save,
-    )
 
 
 def kept_h_bytes(shape: MoEShape) -> int:

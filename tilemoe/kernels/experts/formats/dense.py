@@ -35,7 +35,7 @@ def row_blocks(rows: Tensor) -> list[slice]:
 
     What that gains: docs/lab/cpu.md.
     """
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return [slice(0, rows.shape[0])]  # a loop would tie the traced graph to this number of rows
-    step = max(1, _BLOCK_BYTES // (4 * rows.shape[1]))
-    return [slice(start, min(start + step, rows.shape[0])) for start in range(0, rows.shape[0], step)]
+    count, step = rows.shape[0], max(1, _BLOCK_BYTES // (4 * rows.shape[1]))
+    if rows.device.type != "cpu" or torch.compiler.is_compiling() or count <= step:
+        return [slice(0, count)]  # traced, a loop would tie the graph to this number of rows
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -21,7 +21,11 @@ def split_gate_up(h: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
 
 def activation_value(h: Tensor, spec: ActivationSpec) -> Tensor:
     """``a`` (R, n) in the compute dtype (fp32, or fp64 for fp64 ``h``)."""
-    return REGISTRY[spec.name].value(*(_compute(part) for part in _parts(h, spec)), spec)
+    work = torch.promote_types(h.dtype, torch.float32)
+    if not spec.is_gated:
+        return REGISTRY[spec.name].value(h.to(work), spec)
+    gate, up = split_gate_up(h, spec)
+    return REGISTRY[spec.name].value(gate.to(work), up.to(work), spec)
 
 
 def activation_grad(h: Tensor, da: Tensor, spec: ActivationSpec, dh: Tensor) -> Tensor:
@@ -29,15 +33,13 @@ def activation_grad(h: Tensor, da: Tensor, spec: ActivationSpec, dh: Tensor) -> 
 
     ``da`` (R, n) in the compute dtype. Returns ``a`` (R, n) in the compute dtype.
     """
-    a, *grads = REGISTRY[spec.name].grad(*(_compute(part) for part in _parts(h, spec)), da, spec)
-    for out, grad in zip(_parts(dh, spec), grads, strict=True):
+    work = torch.promote_types(h.dtype, torch.float32)
+    if not spec.is_gated:
+        a, dz = REGISTRY[spec.name].grad(h.to(work), da, spec)
+        dh.copy_(dz)
+        return a
+    gate, up = split_gate_up(h, spec)
+    a, *grads = REGISTRY[spec.name].grad(gate.to(work), up.to(work), da, spec)
+    for out, grad in zip(split_gate_up(dh, spec), grads, strict=True):
         out.copy_(grad)
     return a
-
-
-def _parts(h: Tensor, spec: ActivationSpec) -> tuple[Tensor, ...]:
-    return split_gate_up(h, spec) if spec.is_gated else (h,)
-
-
-def _compute(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else t.float()

@@ -53,7 +53,7 @@ class TorchBackend(Backend):
         if plan.capacity == 0:
             o.zero_()
         else:
-            work = torch.promote_types(s.dtype, compute_dtype(y.dtype))
+            work = torch.promote_types(torch.promote_types(s.dtype, y.dtype), torch.float32)
             _sum_rows_of_token(y, s.index_select(0, plan.pair_of_row).to(work), plan, o)
 
     def down_proj_dgrad_dact(
@@ -117,8 +117,8 @@ class TorchBackend(Backend):
 def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Tensor) -> None:
     """``out_t = sum over t's rows r of weight_r rows_r`` (T, c), summed in the weight's dtype, in a fixed order."""
     if plan.pair_start_of_token is not None:
-        taken = _take(rows, plan.row_of_pair).to(weight.dtype)
-        taken *= _take(weight.unsqueeze(1), plan.row_of_pair)
+        taken, weights = _take(rows, weight, plan.row_of_pair)
+        taken = taken.to(weight.dtype).mul_(weights)
         sums = torch.segment_reduce(taken, "sum", offsets=plan.pair_start_of_token, axis=0, unsafe=True, initial=0)
         out.copy_(sums)
         return
@@ -126,14 +126,15 @@ def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Ten
     for tokens in row_blocks(out):
         total = weight.new_zeros(tokens.stop - tokens.start, rows.shape[1])
         for row_of_token in row_of_pair[tokens].unbind(1):
-            total.addcmul_(_take(rows, row_of_token), _take(weight.unsqueeze(1), row_of_token))
+            total.addcmul_(*_take(rows, weight, row_of_token))
         out[tokens] = total
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]``, zero where the index is -1, even if row 0, which is read in its place, is NaN."""
-    taken = rows.index_select(0, index.clamp(min=0))
-    return taken.masked_fill_((index < 0).unsqueeze(1), 0)
+def _take(rows: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """``rows[index]`` and ``weight[index, None]``, 0 where the index is -1, even if row 0, read instead, is NaN."""
+    found, skipped = index.clamp(min=0), (index < 0).unsqueeze(1)
+    weights = weight.index_select(0, found).unsqueeze(1)
+    return rows.index_select(0, found).masked_fill_(skipped, 0), weights.masked_fill_(skipped, 0)
 
 
 def rows_dot_bias(do: Tensor, b2: Tensor, plan: RoutingPlan) -> Tensor:

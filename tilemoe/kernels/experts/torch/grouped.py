@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.device import has_fast_gemm
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GROUPED_DTYPES_OF_CPU = (torch.float32,)
 _ROW_STEP = 16  # rows: few enough to waste little, enough for row counts to recur
 _ALIGNMENT = 16  # bytes: what grouped_mm asks of the leading stride and of the base address
 
@@ -36,25 +38,20 @@ def rows_times_experts(
     rows (R_max, p) sorted by expert, or with index (R_max) any rows, row r being ``rows[index[r]]``; weight (E, p, q)
     of any strides, or in NF4; bias (E, q). Rows past R are left unspecified.
     """
-    if (
-        not isinstance(weight, Nf4Weight)
-        and not _is_16_bit_on_cpu(rows)
-        and _is_groupable(rows)
-        and _is_groupable(weight)
-    ):
+    if not isinstance(weight, Nf4Weight) and _is_groupable(rows) and _is_groupable(weight):
         # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
         gathered = rows if index is None else rows.index_select(0, index)
         out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
         return out if bias is None else out.add_(bias.index_select(0, expert_of_row(plan)))
     out = rows.new_empty(plan.capacity, weight.shape[2])
-    compiles_each_shape = _compiles_each_shape(rows)
+    compiles_each_shape, work = _compiles_each_shape(rows), _fast_dtype(rows)
     for expert, span in expert_spans(plan):
         if compiles_each_shape:
             # The padding rows' results are overwritten by the next experts, or lie past R.
             span = _widened(span, plan)
         rows_e = rows[span] if index is None else rows.index_select(0, index[span])
         matrix = weight.expert(expert, rows.dtype) if isinstance(weight, Nf4Weight) else weight[expert]
-        _multiply(_in_fast_dtype(rows_e), _in_fast_dtype(matrix), None if bias is None else bias[expert], out[span])
+        _multiply(rows_e.to(work), matrix.to(work), None if bias is None else bias[expert], out[span])
     return out
 
 
@@ -78,12 +75,12 @@ def outer_per_expert(
         products = F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
         return products if out is None else out.add_(products)
     sums = left.new_zeros(plan.num_experts, left.shape[1], right.shape[1]) if out is None else out
-    compiles_each_shape = _compiles_each_shape(left)
+    compiles_each_shape, work = _compiles_each_shape(left), _fast_dtype(left)
     for expert, span in expert_spans(plan):
         count = span.stop - span.start
         block = _widened(span, plan) if compiles_each_shape else span
-        left_e = _in_fast_dtype(_rows(left, left_index, block, count)).t()
-        right_e = _in_fast_dtype(_rows(right, right_index, block, count))
+        left_e = _rows(left, left_index, block, count).to(work).t()
+        right_e = _rows(right, right_index, block, count).to(work)
         if out is None:
             _multiply(left_e, right_e, None, sums[expert])
         else:
@@ -91,9 +88,9 @@ def outer_per_expert(
     return sums
 
 
-def _in_fast_dtype(t: Tensor) -> Tensor:
-    """``t``, or an fp32 copy where GEMMs of its dtype are slow; made for one expert at a time, so that it is small."""
-    return t if has_fast_gemm(t.device.type, t.dtype) else t.float()
+def _fast_dtype(t: Tensor) -> torch.dtype:
+    """``t``'s dtype, or fp32 where GEMMs in it are slow; operands are cast one expert at a time, to small copies."""
+    return t.dtype if has_fast_gemm(t.device.type, t.dtype) else torch.float32
 
 
 def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -154,7 +151,8 @@ def expert_of_row(plan: RoutingPlan) -> Tensor:
 
 
 def _is_groupable(t: Tensor) -> bool:
-    if t.dtype not in _GROUPED_DTYPES or t.numel() == 0:
+    dtypes = _GROUPED_DTYPES_OF_CPU if t.device.type == "cpu" else _GROUPED_DTYPES
+    if t.dtype not in dtypes or t.numel() == 0:
         return False
     row, column = t.stride(-2), t.stride(-1)
     if column == 1:
@@ -163,5 +161,6 @@ def _is_groupable(t: Tensor) -> bool:
         leading, width = column, t.shape[-2]
     else:
         return False
-    byte_strides = [leading * t.element_size(), *(s * t.element_size() for s in t.stride()[:-2])]
-    return leading >= width and all(s % _ALIGNMENT == 0 for s in byte_strides) and t.data_ptr() % _ALIGNMENT == 0
+    if leading < width or t.data_ptr() % _ALIGNMENT:
+        return False
+    return gcd(leading, *t.stride()[:-2]) * t.element_size() % _ALIGNMENT == 0  # and so is each stride's
