@@ -38,8 +38,8 @@ IN_NEW_FOLDERS = {
     "integrations/peft.py": {"save_adapter"},
     "models/huggingface.py": {"_write_json", "_write_shards"},
     "models/sums.py": {"write_sums"},
+    "train/checkpoints/distributed.py": {"_problem", "require_shared"},
     "train/checkpoints/folder.py": {"publish", "save_checkpoint"},
-    "train/job/agreement.py": {"_problem", "require_shared"},
 }
 # Whoever runs it says where its figures and records go.
 ASKED_FOR = ("bench/", "cli/plan_plot.py")

@@ -11,7 +11,8 @@ from helpers import raises_one_line
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tilemoe.data.bounded import Renderer
-from tilemoe.data.chat_template import PLAIN, ChatEncoder, ChatTemplate
+from tilemoe.data.chat_encoder import ChatEncoder
+from tilemoe.data.chat_template import PLAIN, ChatTemplate
 from tilemoe.data.conversations import Conversation
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 

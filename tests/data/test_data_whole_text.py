@@ -20,7 +20,8 @@ from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import open_corpus
 from tilemoe.data import tokenizer as tokenizer_module
-from tilemoe.data.chat_template import ChatEncoder, ChatTemplate
+from tilemoe.data.chat_encoder import ChatEncoder
+from tilemoe.data.chat_template import ChatTemplate
 from tilemoe.data.conversations import Completion, Conversation
 from tilemoe.data.corpus import split_parts
 from tilemoe.data.tokenizer import Tokenizer

@@ -11,10 +11,9 @@ from helpers import raises_one_line
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tilemoe.train.checkpoints import distributed
-from tilemoe.train.checkpoints.distributed import verify_by_first_rank
+from tilemoe.train.checkpoints.distributed import require_shared, verify_by_first_rank
 from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints
 from tilemoe.train.checkpoints.names import step_dir
-from tilemoe.train.job.agreement import require_shared
 from tilemoe.train.job.processes import Job
 
 FOLDER = "TILEMOE_TEST_FOLDER"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tilemoe.cli.main import main
 from tilemoe.config import TokenRounding
 from tilemoe.data import PackedBatch, PackedDocuments, Prepared
-from tilemoe.data.chat_template import ChatEncoder
+from tilemoe.data.chat_encoder import ChatEncoder
 from tilemoe.data.conversations import Conversation
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.train import sample

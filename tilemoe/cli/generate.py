@@ -35,7 +35,7 @@ class GenerateOptions:
 def run(arguments: Sequence[str]) -> None:
     options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt, or answer it.")
 
-    from tilemoe.data.chat_template import ChatEncoder
+    from tilemoe.data.chat_encoder import ChatEncoder
     from tilemoe.models.folder import find_folder, is_hf
     from tilemoe.models.sums import sums_line
     from tilemoe.train.checkpoints.restore import restore_model

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tilemoe.checks import expand_user, require_choice, require_int
 from tilemoe.data.cache import Prepared, Writers, cached_shards, open_splits, usable_cache
-from tilemoe.data.chat_template import ChatEncoder, Encoded
+from tilemoe.data.chat_encoder import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
 from tilemoe.data.corpus import Corpus, open_corpus
 from tilemoe.data.packing import FLAGS, PackedDocuments, flagged

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemoe.checks import require_int
-from tilemoe.data.chat_template import Encoded
+from tilemoe.data.chat_encoder import Encoded
 from tilemoe.data.sampler import IGNORED_TARGET, BatchOrder, epochs, permute
 from tilemoe.data.shards import TokenShards
 

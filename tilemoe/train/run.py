@@ -22,7 +22,7 @@ from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.runtime.deterministic import repeatable
-from tilemoe.train.checkpoints.distributed import verify_by_first_rank
+from tilemoe.train.checkpoints.distributed import require_shared, verify_by_first_rank
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.leftovers import clean_stale
@@ -31,7 +31,6 @@ from tilemoe.train.checkpoints.restore import build_model, build_shared_model, s
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation
-from tilemoe.train.job.agreement import require_shared
 from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_request

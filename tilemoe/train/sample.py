@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tilemoe.data import Tokenizer
-from tilemoe.data.chat_template import ChatEncoder
+from tilemoe.data.chat_encoder import ChatEncoder
 from tilemoe.data.corpus import clean_text
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate

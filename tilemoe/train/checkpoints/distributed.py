@@ -7,6 +7,8 @@ torch.distributed.checkpoint's files, ``.metadata`` and one ``__<rank>_*.distcp`
 from __future__ import annotations
 
 import contextlib
+import platform
+import secrets
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -28,11 +30,12 @@ from tilemoe.train.checkpoints.folder import (
     state_json,
     write_error,
 )
-from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
+from tilemoe.train.checkpoints.leftovers import discard, make_marked, make_temporary, temporary_of
 from tilemoe.train.checkpoints.metadata import describe
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank, first_failure
 from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
+from tilemoe.train.job.processes import Job
 
 _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
@@ -115,6 +118,43 @@ def verify_by_first_rank(path: Path) -> None:
     patient = dist.new_group(backend="gloo", timeout=_VERIFIED_WITHIN)
     _by_first_rank(lambda: open_checkpoint(path), CheckpointError, patient)
     dist.destroy_process_group(patient)
+
+
+def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
+    """Find out whether all processes, which all call it, see a file that rank 0 writes, and can write beside it.
+
+    timeout: of the processes' collectives, in seconds.
+
+    Raises:
+        ValueError: in all of them, where one does not; the message names it.
+        OSError: in rank 0, which cannot write there.
+    """
+    if job.is_alone:
+        return
+    folder, word = temporary_of(step_dir(run_dir, 0)), [secrets.token_hex(8)]  # a new name: no host remembers it
+    if job.is_first:
+        make_marked(folder)
+        (folder / word[0]).touch()
+    dist.broadcast_object_list(word, src=0)
+    problem = None if job.is_first else _problem(folder, word[0], job, min(timeout, SEEN_WITHIN_SECONDS))
+    problems = of_all_ranks(problem)
+    if job.is_first:
+        discard(folder)
+    for rank, found in enumerate(problems):
+        if found:
+            raise ValueError(
+                f"train.out_dir {run_dir}: rank {rank} {found}; put it on a file system that all hosts share and write"
+            )
+
+
+def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
+    if not seen(lambda: (folder / word).is_file(), seconds):
+        return f"on {platform.node()} does not see what rank 0 has written there"
+    try:
+        (folder / f"{word}.{job.rank}").touch()
+    except OSError as error:
+        return f"on {platform.node()} cannot write there ({error.strerror or error})"
+    return None
 
 
 def _require_seen(folder: Path, entries: dict[str, Any]) -> None:

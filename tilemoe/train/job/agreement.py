@@ -1,20 +1,15 @@
-"""What the processes of a job must have alike before the first step: their settings and the run's folder."""
+"""What the processes of a job must have alike before the first step: their settings."""
 
 from __future__ import annotations
 
 import json
-import platform
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from tilemoe.train.checkpoints.leftovers import discard, make_marked, temporary_of
-from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.config import differences
 from tilemoe.train.job.processes import Job
 
@@ -48,43 +43,6 @@ def _first_difference(store: Store, job: Job) -> str:
         for difference in differences(first, other, "", "in rank 0", f"in rank {rank}"):
             return difference
     return ""
-
-
-def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
-    """Find out whether all processes, which all call it, see a file that rank 0 writes, and can write beside it.
-
-    timeout: of the processes' collectives, in seconds.
-
-    Raises:
-        ValueError: in all of them, where one does not; the message names it.
-        OSError: in rank 0, which cannot write there.
-    """
-    if job.is_alone:
-        return
-    folder, word = temporary_of(step_dir(run_dir, 0)), [secrets.token_hex(8)]  # a new name: no host remembers it
-    if job.is_first:
-        make_marked(folder)
-        (folder / word[0]).touch()
-    dist.broadcast_object_list(word, src=0)
-    problem = None if job.is_first else _problem(folder, word[0], job, min(timeout, SEEN_WITHIN_SECONDS))
-    problems = of_all_ranks(problem)
-    if job.is_first:
-        discard(folder)
-    for rank, found in enumerate(problems):
-        if found:
-            raise ValueError(
-                f"train.out_dir {run_dir}: rank {rank} {found}; put it on a file system that all hosts share and write"
-            )
-
-
-def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
-    if not seen(lambda: (folder / word).is_file(), seconds):
-        return f"on {platform.node()} does not see what rank 0 has written there"
-    try:
-        (folder / f"{word}.{job.rank}").touch()
-    except OSError as error:
-        return f"on {platform.node()} cannot write there ({error.strerror or error})"
-    return None
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -1,0 +1,204 @@
+"""Examples as tokens, and which of them are learnt: by the tokenizer's chat template, or a plain one.
+
+n tokens of an example
+
+The plain template, of a tokenizer that has none: a turn is its role, a colon, a line end, its content and two line
+ends; an assistant's content is followed by the end-of-text token instead. An assistant's content and that token are
+learnt, unless the turn's weight is 0. What follows the last assistant's turn is left out.
+`tilemoe.data.chat_template.PLAIN` is the same for transformers; exports have it.
+Of a prompt and its completion, the completion and an end-of-text token after it are learnt, whatever the tokenizer.
+
+A chat template is a Jinja text that transformers applies. The words between ``{% generation %}`` and
+``{% endgeneration %}`` are learnt; of a template without these, all that it writes of an assistant's turn after the
+words that ask for one (``add_generation_prompt``). Of a turn with weight 0 nothing is; a template that marks must then
+mark one run of words in each of the assistant's turns, by which these are told apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilemoe.data.chat_template import PLAIN, ChatTemplate
+from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
+from tilemoe.data.corpus import clean_text
+from tilemoe.data.tokenizer import Tokenizer
+from tilemoe.data.windows import END, FIRST, ID, Tokens
+
+if TYPE_CHECKING:
+    from tilemoe.data.bounded import Renderer
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids (n,) and whether each is learnt (n,)
+Span = tuple[int, int]  # [first, end) of characters
+
+
+class Piece(NamedTuple):
+    """A text of the plain template. ``ends``: the end-of-text token comes after it, learnt if the text is."""
+
+    text: str
+    ends: bool = False
+    is_learnt: bool = False
+
+
+class ChatEncoder:
+    """Tokenizes examples, with the loss mask of their tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """ValueError: the tokenizer has a chat template, and there is no transformers to apply it."""
+        self._tokenizer, self._template = tokenizer, tokenizer.chat_template
+        if self._template is not None and self._template.source == PLAIN.source:  # of an export; no need of Jinja
+            self._template = None
+        separator, end = tokenizer.separator_id, tokenizer.backend.id_to_token(tokenizer.separator_id)
+        is_read = tokenizer.backend.encode(f"a{end}a", add_special_tokens=False).ids.count(separator) == 1
+        is_added = separator in tokenizer.backend.get_added_tokens_decoder()
+        self._end_in_text = end if is_added and is_read else None
+        if self._template is not None:
+            self._theirs = _of_transformers(tokenizer, self._template)
+            self._with_special_tokens = type(tokenizer)(self._theirs.backend_tokenizer, tokenizer.name)
+
+    def encode(self, example: Example) -> Encoded:
+        """ids (n,) and whether each is learnt (n,), of which one at least after the first is.
+
+        ValueError naming the example: its template cannot take it, or learns nothing of it.
+        """
+        if isinstance(example, Completion):
+            encoded = self._encode_pieces([Piece(example.prompt), Piece(example.completion, ends=True, is_learnt=True)])
+        elif self._template is None:
+            encoded = self._encode_pieces(plain_pieces(example.messages))
+        else:
+            text, spans = self._rendered(example, self._template)
+            encoded = _marked(self._with_special_tokens.tokens(text), spans)
+        if encoded[0].max(initial=0) >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name!r}: its chat template uses tokens that it lacks; add them to its "
+                "added_tokens"
+            )
+        if not encoded[1][1:].any():
+            raise ValueError(f"{example.name}: no token to learn; correct the chat template, or remove the line")
+        return encoded
+
+    def ask(self, prompt: str) -> tuple[str, list[int]]:
+        """The text of a user's turn and of what asks for an answer, and the tokens at any of which the answer ends."""
+        ends = self._tokenizer.end_ids
+        if self._template is None:
+            return f"user:\n{prompt}\n\n{ASSISTANT}:\n", ends
+        turns = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": "!"}]
+        example = Conversation("prompt", tuple(turns))
+        asked, _ = self._render(example, turns[:1], add_generation_prompt=True)
+        after = self._render(example, turns)[0].rpartition("!")[2]
+        special = self._tokenizer.backend.get_added_tokens_decoder()
+        return asked, ends + [token for token in self._tokenizer.encode(after).tolist() if token in special][:1]
+
+    def _encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
+        """The tokens of one text, in which the end-of-text token is written out where the tokenizer would read it.
+
+        Where it would not, what follows that token is a text of its own. The last is appended.
+        """
+        end, text, spans, found = self._end_in_text, "", [], []
+        for place, piece in enumerate(pieces, start=1):
+            is_written = piece.ends and end is not None and place < len(pieces)
+            first = len(text)
+            text += clean_text(piece.text) + (end if is_written and end else "")
+            if piece.is_learnt:
+                spans.append((first, len(text)))
+            if piece.ends and not is_written:
+                ids, learnt = _marked(self._tokenizer.tokens(text), spans)
+                found.append((np.append(ids, self._tokenizer.separator_id), np.append(learnt, piece.is_learnt)))
+                text, spans = "", []
+        ids, learnt = map(np.concatenate, zip(*found, strict=True))
+        return ids, learnt
+
+    def _rendered(self, example: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what of it is learnt."""
+        messages = list(example.messages)
+        if not _MARKED.search(template.source):
+            return self._unmarked(example, messages)
+        text, marked = self._render(example, messages)
+        spans = [(first, end) for first, end in marked if first < end]
+        are_learnt = [is_learnt(message) for message in messages if message["role"] == ASSISTANT]
+        if all(are_learnt):
+            return text, spans
+        if len(spans) != len(are_learnt):
+            raise ValueError(
+                f"{example.name}: the chat template marks {len(spans)} runs of words of {len(are_learnt)} assistant's "
+                "turns, so the one with weight 0 cannot be told; mark each turn's once, or leave 'weight' out"
+            )
+        return text, list(compress(spans, are_learnt))
+
+    def _unmarked(self, example: Conversation, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+        """The text of a template without marks, and what of it is learnt."""
+        whole, _ = self._render(example, messages)
+        spans = []
+        for turn, message in enumerate(messages):
+            if not is_learnt(message):
+                continue
+            before, _ = self._render(example, messages[:turn], add_generation_prompt=True)
+            after, _ = self._render(example, messages[: turn + 1])
+            if not (whole.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"{example.name}: the chat template writes messages[{turn}] otherwise when more turns follow, so "
+                    "what the assistant says cannot be told; mark it in the template with {% generation %}"
+                )
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        from tilemoe.data.bounded import Renderer  # here, because Jinja and transformers may not be installed
+
+        return Renderer(self._theirs.chat_template)
+
+    def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
+        """The template's text, and what it marks."""
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return self._renderer.render(given, **options, **self._theirs.special_tokens_map)
+        except Exception as error:  # a template is a program, and may fail like any
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{example.name}: the chat template does not take it ({reason}); correct or remove the line"
+            ) from error
+
+
+def _marked(tokens: Tokens, spans: Sequence[Span]) -> Encoded:
+    """The ids (n,), of which those are learnt that have a character in one of ``spans``, or lie there without one."""
+    first, end = tokens[:, FIRST], np.maximum(tokens[:, END], tokens[:, FIRST] + 1)
+    learnt = np.zeros(len(tokens), np.bool_)
+    for span_first, span_end in spans:
+        learnt |= (first < span_end) & (end > span_first)
+    return tokens[:, ID], learnt
+
+
+def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    """A conversation by the plain template."""
+    pieces, given = [], ""
+    for message in messages:
+        given += f"{message['role']}:\n"
+        if message["role"] == ASSISTANT:
+            pieces += [Piece(given), Piece(message["content"], ends=True, is_learnt=is_learnt(message))]
+            given = ""
+        else:
+            given += f"{message['content']}\n\n"
+    return pieces  # nothing follows what comes after the last answer, so it is left out
+
+
+def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
+    try:
+        from transformers import PreTrainedTokenizerFast
+
+        import tilemoe.data.bounded  # noqa: F401 (which needs Jinja, too)
+    except ImportError as error:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r}: applying its chat template needs transformers; pip install 'tilemoe[hf]'"
+        ) from error
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, chat_template=template.source, **dict(template.special_tokens)
+    )
