@@ -35,10 +35,9 @@ def open_regular(path: Path) -> BinaryIO:
 def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
     """A file of at most ``largest`` bytes. OSError: as `open_regular`, or it is larger."""
     with open_regular(path) as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise OSError(errno.EFBIG, f"it has more than {largest >> 20} MiB", str(path))
-    return content
+        if os.fstat(file.fileno()).st_size > largest:
+            raise OSError(errno.EFBIG, f"it has more than {largest >> 20} MiB", str(path))
+        return file.read()
 
 
 def read_text(path: Path) -> str:
