@@ -92,12 +92,6 @@ def test_what_a_second_shape_compiles(compiled: list[str]) -> None:
     assert len(gemms) <= 6, "no kernel twice"
 
 
-def test_inference_compiles_no_backward(compiled: list[str]) -> None:
-    Layer(640, 128, 64, 4, 2)(with_gradients=False)
-    assert "up_proj_act_kernel" in compiled
-    assert not {*BACKWARD, "select_grad_kernel"} & set(compiled)
-
-
 @pytest.mark.parametrize(
     ("frozen", "gemms"), [(("w1", "w2"), 0), (("w1",), 1), (("x",), 2)], ids=["adapters", "w2 alone", "first layer"]
 )
@@ -105,12 +99,3 @@ def test_what_needs_no_gradient_is_not_compiled(frozen: tuple[str, ...], gemms: 
     SMALL._replace(frozen=frozen)()
     assert compiled.count("gemm_wgrad_kernel") == gemms
     assert compiled.count("gemm_stationary_kernel") == (1 if frozen == ("x",) else 2)
-
-
-def test_a_compilation_that_fails_is_the_launchs_error(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(kernel: Any, *args: Any) -> Any:
-        raise RuntimeError("ptxas failed")
-
-    monkeypatch.setattr(JITFunction, "_do_compile", fail)
-    with pytest.raises(RuntimeError, match=r"^ptxas failed$"):
-        SMALL(with_gradients=False)

@@ -1,29 +1,57 @@
-"""In Triton's interpreter a token's results have the same bits whatever the other tokens of its batch are.
+"""In Triton's interpreter and on a GPU a token, its routing given, gets the same bits whatever the other tokens of its
+batch are.
 
 T tokens · E experts
 """
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
 from torch import Tensor
+from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import small_m
 from tilemoe.routing.topk import _select_fused
 
-pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poisoned_memory", "exact_products")]
+pytestmark = [
+    pytest.mark.process("interpreter"),
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory", "exact_products"),
+]
 
-# An expert with rows of two tiles, the second a ragged one; and sums over two tiles of the contraction.
-SIZES = {"many rows": Sizes(140, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
+if INTERPRETED:
+    # An expert with rows of two tiles, the second a ragged one; and sums over two tiles of the contraction.
+    SIZES = {"many rows": Sizes(140, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
+    RUNS = [("triton", "many rows", torch.float32), ("triton", "wide", torch.float16)]
+    IN_4_BIT = [("triton", Sizes(20, 64, 64, 2, 2), torch.float32)]
+else:
+    SIZES = {
+        "many rows": Sizes(3000, 256, 128, 8, 2),
+        "fine experts": Sizes(1000, 768, 256, 64, 8),
+        "ragged widths": Sizes(700, 328, 136, 5, 2),
+    }
+    RUNS = [*product(("triton", "hopper"), SIZES, (torch.bfloat16, torch.float16))]
+    RUNS += [("hopper_fp8", name, torch.bfloat16) for name in ("many rows", "fine experts")]  # scales of a token's row
+    IN_4_BIT = [(kernels, SIZES["many rows"], torch.bfloat16) for kernels in ("triton", "hopper")]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("many rows", torch.float32), ("wide", torch.float16)])
-def test_experts_of_any_batch(name: str, dtype: torch.dtype) -> None:
-    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype), partial(results, kernels="triton"))
+def batch_for(kernels: str, sizes: Sizes, dtype: torch.dtype) -> Batch:
+    """Skips the test on a GPU that these kernels do not serve."""
+    batch = make_batch(sizes, dtype, DEVICE)
+    if not INTERPRETED and (why := backend_named(kernels).why_unsupported(DEVICE, dtype)):
+        pytest.skip(why)
+    return batch
+
+
+@pytest.mark.parametrize(("kernels", "name", "dtype"), RUNS)
+def test_experts_of_any_batch(kernels: str, name: str, dtype: torch.dtype) -> None:
+    assert_tokens_keep_their_bits(batch_for(kernels, SIZES[name], dtype), partial(results, kernels=kernels))
 
 
 @pytest.fixture
@@ -32,24 +60,26 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On a GPU a tile is one instruction after the other, the same for each of its rows.
     """
-    product = np.matmul
+    matmul = np.matmul
 
     def exact(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return product(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+        return matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
     monkeypatch.setattr(np, "matmul", exact)
 
 
-def test_experts_in_4_bit_of_any_batch() -> None:
-    batch = make_batch(Sizes(20, 64, 64, 2, 2), torch.float32)
-    assert_tokens_keep_their_bits(batch, partial(results_in_4_bit, kernels="triton"))
+@pytest.mark.parametrize(("kernels", "sizes", "dtype"), IN_4_BIT)
+def test_experts_in_4_bit_of_any_batch(kernels: str, sizes: Sizes, dtype: torch.dtype) -> None:
+    assert_tokens_keep_their_bits(batch_for(kernels, sizes, dtype), partial(results_in_4_bit, kernels=kernels))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="of its batches")
 def test_the_batches_reach_both_tiles_of_inference_and_the_large_ones() -> None:
     tokens, *_, experts, k = SIZES["many rows"]
     assert [small_m(rows * k, experts) for rows in (1, 9, tokens)] == [16, 64, None]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter alone: docs/replay.md")
 @pytest.mark.parametrize("preset", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_router_given_the_logits(preset: str) -> None:
     cfg = MoEConfig(8, 8, 16, 3, router=RouterConfig.preset(preset))
@@ -69,6 +99,7 @@ def test_router_given_the_logits(preset: str) -> None:
             assert torch.equal(got, want[part])
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="nothing of a GPU")
 def test_products_that_depend_on_the_number_of_rows_are_found_out() -> None:
     def sums(batch: Batch) -> dict[str, Tensor]:
         """In another order where there are few rows, as a BLAS adds."""
