@@ -5,7 +5,8 @@ B sequences · S tokens each · d model width · V vocabulary · E experts · K 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +93,7 @@ class Block(nn.Module):
         super().__init__()
         d, eps = config.hidden_size, config.norm_eps
         self.checkpointing = "none"
-        self._compiled_by: str | None = None
-        self._run = Block.body
+        self.compiled_by: str | None = None  # a backend of torch.compile
         self.attention_norm = RMSNorm(d, eps, device=device, dtype=dtype)
         self.attention = Attention(config, device=device, dtype=dtype)
         self.mlp_norm = RMSNorm(d, eps, device=device, dtype=dtype)
@@ -120,9 +120,11 @@ class Block(nn.Module):
         token_mask: Tensor | None = None,
     ) -> BlockOutput:
         """expert_ids (B, S, K): replay these experts, in a MoE block, which leaves out what token_mask (B, S) does."""
+        # Compiled inside checkpointing, and inside hooks such as FSDP's.
+        run = Block.body if self.compiled_by is None else _compiled_body(self.compiled_by)
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
-            return checkpoint(self._run, self, x, angles, None, documents, expert_ids, token_mask, use_reentrant=False)
-        return self._run(self, x, angles, cache, documents, expert_ids, token_mask)
+            return checkpoint(run, self, x, angles, None, documents, expert_ids, token_mask, use_reentrant=False)
+        return run(self, x, angles, cache, documents, expert_ids, token_mask)
 
     def body(
         self,
@@ -145,27 +147,18 @@ class Block(nn.Module):
         routed = (out.tokens_per_expert, out.pairs_per_expert, entropy, getattr(out, "statistics", None))
         return BlockOutput(x + out.hidden, out.aux_loss, *routed, out.expert_ids)
 
-    def compile_body(self, backend: str) -> None:
-        """torch.compile the computation of `forward`, inside checkpointing and inside hooks such as FSDP's."""
-        self._compiled_by = backend
-        self._run = torch.compile(Block.body, backend=backend)  # unbound: a deep copy must use its own weights
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the compiled function, which cannot be pickled; `__setstate__` compiles it again."""
-        return {name: value for name, value in self.__dict__.items() if name != "_run"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._run = Block.body
-        if self._compiled_by is not None:
-            self.compile_body(self._compiled_by)
-
     def _attend(
         self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
     ) -> Tensor:
         if self.checkpointing == "attention" and cache is None and torch.is_grad_enabled():
             return checkpoint(self.attention, x, angles, None, documents, use_reentrant=False)
         return self.attention(x, angles, cache, documents)
+
+
+@lru_cache
+def _compiled_body(backend: str) -> Callable[..., BlockOutput]:
+    """`Block.body` under torch.compile, for all blocks: a block that kept it could not be pickled."""
+    return torch.compile(Block.body, backend=backend)
 
 
 class DecoderLM(nn.Module):
@@ -307,9 +300,9 @@ class DecoderLM(nn.Module):
                 block.mlp.experts.recompute, block.mlp.experts.save = None, "full"
 
     def compile_blocks(self, backend: str) -> None:
-        """torch.compile every block, by its `Block.compile_body`."""
+        """torch.compile every block's computation, with this backend."""
         for block in self._blocks():
-            block.compile_body(backend)
+            block.compiled_by = backend
 
     def _hidden(
         self,

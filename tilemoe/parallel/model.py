@@ -66,7 +66,7 @@ def parallelize(
             _materialise(block, device)
             block.reset_parameters(generator)
         if compile_backend is not None:
-            block.compile_body(compile_backend)
+            block.compiled_by = compile_backend
         shard_block(block, meshes, transports, is_last=block is blocks[-1])
     if is_meta:
         _materialise(model.norm, device)
