@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats import dense
 from tilemoe.kernels.experts.formats.dense import compute_dtype
-from tilemoe.kernels.experts.torch import activations as torch_activations
 from tilemoe.kernels.experts.torch import backend as mlp
 from tilemoe.kernels.experts.torch.grouped import expert_of_row
 from tilemoe.plan import RoutingPlan
@@ -168,7 +168,7 @@ def test_blocks_of_rows_fit_together(block_bytes: int, monkeypatch: pytest.Monke
         return (a, h, *mlp.TorchBackend().down_proj_dgrad_dact(c.do, w2, None, h, c.s, c.plan, c.spec))
 
     whole = run()
-    monkeypatch.setattr(torch_activations, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(dense, "_BLOCK_BYTES", block_bytes)
     for one, other in zip(whole, run(), strict=True):
         torch.testing.assert_close(one, other)  # a sum over n may be split otherwise: not bit-equal
 
