@@ -1,5 +1,7 @@
 """The C function by which Triton 3.6 starts a kernel, called without the Python around it.
 
+That saves a sixth of the host's time of a layer's forward, a quarter of its backward's (results/host_time.jsonl).
+
 That Python encodes every tensor descriptor for the GPU anew, 8 to 10 microseconds each on the host of an H200, though
 the encoding is a function of the address for a kernel that is launched again. Other releases of Triton launch their
 own way: `direct` is None there.

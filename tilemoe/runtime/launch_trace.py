@@ -1,5 +1,7 @@
 """Recordings of an operator's launches: what the host decides for one layout of the operands is decided once.
 
+It brought the host's time of a layer's forward from 2.0 to 1.1 ms (on an H200's host, docs/lab/memory.md).
+
 Choosing a kernel, describing its operands and binding its arguments takes the host longer than a small layer takes the
 GPU. All of it follows from shapes, strides, dtypes and alignments. So the `LaunchTracer` watches one call, and the
 `LaunchTrace` does the same for other operands of the same layout: it allocates, launches and frees in the same order.

@@ -1,8 +1,10 @@
-"""Compiles the kernels that a call lacks in parallel, by threads, before any of them is launched.
+"""Compiles the kernels that a call lacks in parallel, by threads, before any of them is launched: a layer's first
+forward and backward then take 8 s in place of 21 (H200, results/cold.jsonl).
 
-A GEMM takes the compiler up to 3 s, and a layer has eight. So in the first call of an operator for a layout, the first
-launch whose kernel is not compiled and all that follow are withheld: they only compile. What such a call returns has no
-values, and the operator runs again.
+A GEMM takes Triton's compiler up to 3 s, and a layer has eight. Triton compiles in parallel what is launched inside its
+AsyncCompileMode, but gives no values there. So in the first call of an operator for a layout, the first launch whose
+kernel is not compiled and all that follow are withheld: they only compile. What such a call returns has no values, and
+the operator runs again.
 """
 
 from __future__ import annotations
