@@ -9,7 +9,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_driver
 import pytest
@@ -25,6 +25,9 @@ from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.plan import torch as torch_plan
 from tilemoe.kernels.plan import triton as triton_plan
 from tilemoe.ops import experts, inference, router
+from tilemoe.ops import plan as plan_ops
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_topk
 from tilemoe.runtime import precompile
 from tilemoe.runtime.operator import Operator
 
@@ -256,3 +259,67 @@ def test_a_threads_compilations_are_its_own(log: Log) -> None:
         thread.join()
     assert errors == []
     assert set(log.launched()) >= FORWARD
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of CPU tensors are built as a GPU's are."""
+    builder = PlanBuilder(triton_plan.count_sort, triton_plan.count_sort)
+    monkeypatch.setattr(plan_ops, "builder_for", lambda *args: builder)
+
+
+class Layer(NamedTuple):
+    """Operands of a layer; a call of it launches what the layer does, from logits to the last gradient."""
+
+    tokens: int
+    d: int
+    n: int
+    experts: int
+    k: int = 8
+    frozen: tuple[str, ...] = ()
+
+    def __call__(self) -> None:
+        shapes = {"w1": (self.experts, 2 * self.n, self.d), "w2": (self.experts, self.d, self.n)}
+        leaves = {name: torch.empty(size, dtype=torch.bfloat16) for name, size in shapes.items()}
+        leaves |= {"x": torch.empty(self.tokens, self.d, dtype=torch.bfloat16)}
+        logits = torch.zeros(self.tokens, self.experts, requires_grad=True)
+        wanted = [leaf.requires_grad_() for name, leaf in leaves.items() if name not in self.frozen]
+        scores, *_ = router.select(logits, None, None, self.k, *SELECTION)
+        ids = torch.arange(self.k, dtype=torch.int32).expand(self.tokens, -1).contiguous()  # the fake writes none
+        o = moe(leaves["x"], leaves["w1"], leaves["w2"], plan_topk(ids, self.experts), scores, kernels="hopper")
+        torch.autograd.grad(o, [*wanted, logits], torch.empty_like(o))
+
+
+SMALL = Layer(40, 128, 64, 4, 2)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_another_number_of_tokens_compiles_nothing(log: Log) -> None:
+    SMALL()
+    forward = {"up_proj_act_kernel", "gemm_stationary_kernel", "combine_kernel"}
+    assert {*BACKWARD, *forward, "place_kernel"} <= set(log.compiled())
+    assert {"select_kernel", "select_grad_kernel"} <= set(log.compiled())
+    count = len(log.compiled())
+    for tokens in (40, 41, 640):
+        SMALL._replace(tokens=tokens)()
+    assert len(log.compiled()) == count
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_a_second_shape_compiles(log: Log) -> None:
+    Layer(256, 1536, 256, 128)()
+    log.events.clear()
+    Layer(256, 2048, 1024, 64)()
+    gemms = [name for name in log.compiled() if "gemm" in name or name == "up_proj_act_kernel"]
+    assert sorted(name for name in log.compiled() if name not in gemms) == ["select_grad_kernel", "select_kernel"]
+    assert len(gemms) <= 6, "no kernel twice"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "gemms"), [(("w1", "w2"), 0), (("w1",), 1), (("x",), 2)], ids=["adapters", "w2 alone", "first layer"]
+)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_needs_no_gradient_is_not_compiled(frozen: tuple[str, ...], gemms: int, log: Log) -> None:
+    SMALL._replace(frozen=frozen)()
+    assert log.compiled().count("gemm_wgrad_kernel") == gemms
+    assert log.compiled().count("gemm_stationary_kernel") == (1 if frozen == ("x",) else 2)
