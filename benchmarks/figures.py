@@ -14,12 +14,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from tilemoe.bench import plots, record
+from tilemoe import plots
+from tilemoe.bench import record
+from tilemoe.bench.report import newest_rows
 from tilemoe.config import ROUNDING_MODES
-from tilemoe.palette import STYLES, spread
+from tilemoe.plots import STYLES, save, spread
 
 PEER_STYLES = MappingProxyType(dict(zip(("sonic-moe", "scattermoe", "grouped_mm"), spread(3), strict=True)))
 GPU = "NVIDIA H200"  # of the overview
@@ -30,20 +32,15 @@ Row = dict[str, Any]
 
 def draw_all(folder: Path) -> Iterator[Path]:
     """Into ``folder``, each as it is drawn."""
-    folder.mkdir(parents=True, exist_ok=True)
     mpl.rcParams["svg.hashsalt"] = "tilemoe"
     yield overview(folder)
     for mode in ("sustained", "burst"):
-        yield plots.plot_layer(mode, None, folder)
-    yield plots.plot_kernels("sustained", None, folder)
+        rows = newest_rows("layer", mode, None, "case", "contestant")
+        yield save(plots.layer_figure(rows, mode), folder / f"layer-{mode}.svg")
+    rows = newest_rows("kernels", "sustained", None, "case", "kernel")
+    yield save(plots.kernels_figure(rows, "sustained"), folder / "kernels-sustained.svg")
     yield token_rounding(folder)
     yield end_to_end(folder)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
 
 
 class Bar(NamedTuple):
@@ -59,7 +56,8 @@ class Bar(NamedTuple):
 
 def overview(folder: Path) -> Path:
     bars = newest_bars()
-    figure, axes = plt.subplots(2, 2, figsize=(13, 5.6), sharex="col", sharey="row", layout="constrained")
+    figure = Figure(figsize=(13, 5.6), layout="constrained")
+    axes = figure.subplots(2, 2, sharex="col", sharey="row")
     for column, title in enumerate(TITLES):
         groups = list(dict.fromkeys(bar.group for bar in bars if bar.column == column))
         for place, group in enumerate(groups):
@@ -74,7 +72,7 @@ def overview(folder: Path) -> Path:
         axis.axhline(1.0, color="black", linewidth=0.8)
     axes[0, 0].set_ylabel("time over tilemoe's")
     axes[1, 0].set_ylabel("peak memory over tilemoe's")
-    handles = [plt.Rectangle((0, 0), 1, 1, **style.bar) for style in PEER_STYLES.values()]
+    handles = [Rectangle((0, 0), 1, 1, **style.bar) for style in PEER_STYLES.values()]
     figure.legend(handles, list(PEER_STYLES), loc="outside lower center", ncols=len(PEER_STYLES))
     commits = ", ".join(sorted({bar.commit for bar in bars}))
     figure.suptitle(f"Above 1 tilemoe is faster, or smaller · one {GPU.removeprefix('NVIDIA ')} · {commits}")
@@ -120,16 +118,15 @@ def token_rounding(folder: Path) -> Path:
     rows = {(case, contestant): row for (case, kernels, contestant), row in latest.items() if kernels == "chosen"}
     cases = list(dict.fromkeys(case for case, _ in rows))
     names = [name for name in ROUNDING_MODES if any(found == name for _, found in rows)]
-    figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
-    width = 0.8 / max(1, len(names))
-    for index, (name, style) in enumerate(zip(names, spread(len(names)), strict=True)):
-        here = [(place, rows[case, name]) for place, case in enumerate(cases) if (case, name) in rows]
-        places = [place + index * width for place, _ in here]
-        axes[0].bar(places, [row["total_speedup"] for _, row in here], width, label=name, **style.bar)
-    axes[0].axhline(1.0, color="black", linewidth=0.8)
+    speedups = {
+        name: {case: rows[case, name]["total_speedup"] for case in cases if (case, name) in rows} for name in names
+    }
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    plots.ratio_bars(axes[0], cases, speedups)
     axes[0].set_ylabel("forward + backward: top-K over this")
     axes[0].legend(ncols=len(names))
-    centres = [place + 0.4 - width / 2 for place in range(len(cases))]
+    centres = plots.group_centres(cases, speedups)
     axes[1].bar(centres, [rows[case, "top-K"]["waste_percent"] for case in cases], 0.8, **STYLES[-1].bar)
     axes[1].set_ylabel("rows that top-K pads, %")
     axes[1].set_xticks(centres, cases, rotation=30, ha="right")
@@ -141,7 +138,8 @@ def token_rounding(folder: Path) -> Path:
 def end_to_end(folder: Path) -> Path:
     """Losses of each recorded pre-training: in training a thin line, held out its marks."""
     rows = record.rows("end_to_end")
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
     for row, style in zip(rows, STYLES, strict=False):
         training, heldout = row["pretrain"]["training"], row["pretrain"]["heldout"]
         axis.plot(*zip(*training, strict=True), lw=0.6, color=style.colour)

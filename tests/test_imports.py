@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"activations", "checks"},
     "plan": {"checks", "runtime"},
     "shape": set(),
-    "palette": set(),
+    "plots": set(),
     "kernels": _LEAVES,
     "ops": _LEAVES | {"kernels"},
     "routing": _LEAVES | {"kernels", "ops"},
@@ -38,11 +38,11 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"checks"},
     "recipes": set(),
     "perf": {"shape", "kernels", "config", "models"},
-    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf", "palette"},
+    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf", "plots"},
     "integrations": _BELOW_LAYERS | {"dispatch", "layers", "models"},
-    "bench": _BELOW_LAYERS | {"layers", "models", "perf", "palette"},
+    "bench": _BELOW_LAYERS | {"layers", "models", "perf", "plots"},
     "cli": _BELOW_LAYERS
-    | {"layers", "models", "data", "recipes", "train", "perf", "integrations", "bench", "testing", "palette"},
+    | {"layers", "models", "data", "recipes", "train", "perf", "integrations", "bench", "testing", "plots"},
     "testing": _BELOW_LAYERS | {"reference"},
     "__main__": {"cli"},
 }
@@ -55,11 +55,11 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "config": set(),
     "recipes": set(),
     "shape": set(),
-    "palette": set(),
+    "plots": {"matplotlib"},
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft"},
-    "bench": {"torch", "matplotlib", "sonicmoe", "scattermoe"},  # the last two are peers, where they are installed
+    "bench": {"torch", "sonicmoe", "scattermoe"},  # the last two are peers, where they are installed
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("runtime", "dispatch", "parallel")},
     "layers": {"torch", "torchao"},

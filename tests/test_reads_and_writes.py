@@ -42,7 +42,7 @@ IN_NEW_FOLDERS = {
     "train/checkpoints/folder.py": {"publish", "save_checkpoint"},
 }
 # Whoever runs it says where its figures and records go.
-ASKED_FOR = ("bench/", "cli/plan_plot.py")
+ASKED_FOR = ("bench/", "plots.py")
 WRITERS = {"write_text", "write_bytes", "touch", "save_file", "save_model", "savefig"}
 
 

@@ -26,8 +26,7 @@ from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
-from tilemoe.train.plots import PLOT_FILE
-from tilemoe.train.preflight import RESULT_FILE
+from tilemoe.train.preflight import PLOT_FILE, RESULT_FILE
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", (("eos_token", "<|endoftext|>"),))
 

@@ -15,10 +15,10 @@ import pytest
 from helpers import raises_one_line
 
 from tilemoe.config import to_dict
+from tilemoe.plots import run_figure
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
 from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
-from tilemoe.train.plots import make_figure
 from tilemoe.train.progress import (
     PlainReporter,
     Reporter,
@@ -91,7 +91,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 
 
 def test_the_plot_tells_a_subset_from_the_whole_split(tmp_path: Path) -> None:
-    axes = make_figure(list(read_metrics(write_run(tmp_path))), "title").axes[0]
+    axes = run_figure(list(read_metrics(write_run(tmp_path))), "title").axes[0]
     assert axes.get_ylabel() == "loss [nats/token]"
     lines = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
     assert lines == {
@@ -100,7 +100,7 @@ def test_the_plot_tells_a_subset_from_the_whole_split(tmp_path: Path) -> None:
         "held-out, whole split": [6],
     }
     (tmp_path / "other").mkdir()
-    axes = make_figure(list(read_metrics(write_run(tmp_path / "other", steps=2))), "title").axes[0]
+    axes = run_figure(list(read_metrics(write_run(tmp_path / "other", steps=2))), "title").axes[0]
     assert [line.get_label() for line in axes.get_lines()] == ["training", "held-out, whole split"]
 
 
@@ -159,7 +159,7 @@ def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
     records = [{**r, "step": 20_000 * r["step"]} for r in read_metrics(write_run(tmp_path, experts=experts))]
     for record in records:
         record |= {"tokens_per_second": 2.4e6 + record["step"]}
-    figure = make_figure([r for r in records if evals or r["kind"] == "train"], "title")
+    figure = run_figure([r for r in records if evals or r["kind"] == "train"], "title")
     figure.savefig(tmp_path / "drawn.png")
     assert struct.unpack(">II", (tmp_path / "drawn.png").read_bytes()[16:24])[0] == 1200
     titled = [axes for axes in figure.axes if axes.get_title()]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemoe.bench import plots, record, summary
+from tilemoe import plots
+from tilemoe.bench import record, summary
 
 MARKDOWN, PAGE = "report.md", "report.html"
 MODES, KINDS = ("burst", "sustained"), ("layer", "kernels", "step")
@@ -34,7 +35,9 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
     """
     sections = [*_layer(out, mode, gpu), *_kernels(out, mode, gpu), *_step(mode, gpu)]
     if not sections:
-        others = [other for other in MODES if other != mode and any(_rows(name, other, gpu, "case") for name in KINDS)]
+        others = [
+            other for other in MODES if other != mode and any(newest_rows(name, other, gpu, "case") for name in KINDS)
+        ]
         do = f"give --mode {others[0]}, which there are" if others else "run tilemoe bench"
         raise ValueError(f"{record.RESULTS} has no rows of mode {mode!r}{f' on {gpu}' if gpu else ''}; {do}")
     sections.append(Section("Files of results, and their newest rows", _files()))
@@ -47,7 +50,7 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
     return [markdown, page, *(section.figure for section in sections if section.figure is not None)]
 
 
-def _rows(name: str, mode: str, gpu: str | None, *key: str) -> list[summary.Row]:
+def newest_rows(name: str, mode: str, gpu: str | None, *key: str) -> list[summary.Row]:
     """The newest of each key, in the cases' order; none where none is recorded."""
     try:
         return summary.in_order(record.latest(name, mode, gpu, *key).values())
@@ -56,10 +59,12 @@ def _rows(name: str, mode: str, gpu: str | None, *key: str) -> list[summary.Row]
 
 
 def _layer(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:
-    rows = _rows("layer", mode, gpu, "case", "contestant")
+    rows = newest_rows("layer", mode, gpu, "case", "contestant")
     found = list(dict.fromkeys(row["contestant"] for row in rows if "baseline" in row))
     for number, peer in enumerate(found):
-        figure = plots.plot_layer(mode, gpu, out, ".png") if number == 0 else None
+        figure = None
+        if number == 0:
+            figure = plots.save(plots.layer_figure(rows, mode), out / f"layer-{mode}.png")
         yield Section(f"The layer against {peer}, {mode}", summary.layer_table(rows, peer), figure)
     compared = {row["case"] for row in rows if "baseline" in row}
     if alone := [row for row in rows if row["case"] not in compared]:
@@ -67,15 +72,15 @@ def _layer(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:
 
 
 def _kernels(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:
-    if rows := _rows("kernels", mode, gpu, "case", "kernel"):
-        figure = plots.plot_kernels(mode, gpu, out, ".png")
+    if rows := newest_rows("kernels", mode, gpu, "case", "kernel"):
+        figure = plots.save(plots.kernels_figure(rows, mode), out / f"kernels-{mode}.png")
         yield Section(f"Kernels, {mode}: ms (share of the roofline)", summary.kernel_table(rows), figure)
         shares = summary.share_table(rows, ("route", "route_grad"))
         yield Section("Choosing experts and planning, share of the layer", shares)
 
 
 def _step(mode: str, gpu: str | None) -> Iterator[Section]:
-    if rows := _rows("step", mode, gpu, "case", "contestant"):
+    if rows := newest_rows("step", mode, gpu, "case", "contestant"):
         yield Section(f"A training step, {mode}", summary.step_table(rows))
 
 

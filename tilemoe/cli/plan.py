@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tilemoe import plots
 from tilemoe.checks import expand_user, shown
 from tilemoe.cli.parsing import parse
 from tilemoe.cli.plan_tables import layer_lines, other_lines, training_lines
@@ -27,6 +28,7 @@ from tilemoe.train.checkpoints.names import read_recipe
 
 _PRESET = "olmoe-1b-7b"
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _SEQ_LEN, _SHARED, _MFU = 4096, 8, 0.35
 _MOST = 1 << 31  # the plan's indices are int32
 
@@ -79,9 +81,7 @@ def run(arguments: Sequence[str]) -> None:
     if options.train:
         plan["train"] = _training(options, source, gpu, overridden)
     if options.plot is not None:
-        from tilemoe.cli.plan_plot import draw
-
-        draw(plan, options.plot)
+        _draw(plan, options.plot)
     if options.json:
         print(json.dumps(plan, indent=2, allow_nan=False))
     else:
@@ -89,6 +89,18 @@ def run(arguments: Sequence[str]) -> None:
         print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ()), *of_training]))
     if options.train and not any(setup["micro_batch"] for setup in plan["train"]["setups"]):
         raise ValueError(f"--train: {source.name} does not fit; raise --gpus, lower --seq-len, or choose another --gpu")
+
+
+def _draw(plan: dict[str, Any], path: Path) -> None:
+    """Write the figure; ValueError: another kind of file, no such folder, or matplotlib is not installed."""
+    if path.suffix not in _PLOT_SUFFIXES:
+        raise ValueError(f"--plot must end in {', '.join(_PLOT_SUFFIXES)}; got {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: no such folder {path.absolute().parent}")
+    try:
+        plots.save(plots.plan_figure(plan), path)
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install 'tilemoe[plot]'") from error
 
 
 def source_of(options: PlanOptions) -> Source:

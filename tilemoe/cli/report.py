@@ -23,15 +23,16 @@ class ReportOptions:
 def run(arguments: Sequence[str]) -> None:
     description = "Tables and figures of results/*.jsonl, or of the folder that TILEMOE_RESULTS names."
     options = parse(ReportOptions, arguments, prog="tilemoe report", description=description)
+
+    from tilemoe.bench.report import write
+
+    out = expand_user(options.out)
     try:
-        from tilemoe.bench.report import write
+        paths = write(out, options.mode, options.gpu)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
         raise ValueError("tilemoe report needs matplotlib: pip install 'tilemoe[plot]'") from error
-    out = expand_user(options.out)
-    try:
-        paths = write(out, options.mode, options.gpu)
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     for path in paths:

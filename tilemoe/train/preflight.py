@@ -16,11 +16,10 @@ from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
 from tilemoe.train.metrics import METRICS_FILE
-from tilemoe.train.plots import PLOT_FILE
 from tilemoe.train.sample import prompt_ids
 from tilemoe.train.trackers import TENSORBOARD_DIR, WANDB_DIR
 
-RESULT_FILE = "result.json"
+RESULT_FILE, PLOT_FILE = "result.json", "plot.png"
 _HEAD_BYTES = 200
 _BEGINNINGS = {  # of our files; metrics may be a first line cut short, which is looked at when it is read
     METRICS_FILE: rb'\{"kind": "(train", "step": \d+, "tokens": |eval", "step": \d+, "nats_per_token": )|[^\n]{,50}\Z',

@@ -21,6 +21,7 @@ from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
+from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable
 from tilemoe.train.checkpoints.distributed import require_shared, verify_by_first_rank
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
@@ -35,9 +36,8 @@ from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
-from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, truncate_metrics
-from tilemoe.train.plots import draw
-from tilemoe.train.preflight import RESULT_FILE, require_own, require_prompt, require_ready
+from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, read_metrics, truncate_metrics
+from tilemoe.train.preflight import PLOT_FILE, RESULT_FILE, require_own, require_prompt, require_ready
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.sample import continue_text
 from tilemoe.train.trackers import TensorBoard, Tracker, WandB
@@ -324,6 +324,13 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         if recipe.train.plot:
             plot = _if_installed(lambda: _draw(run_dir, recipe.name, reporter), "plot", "plot", reporter)
     return RunResult(evaluation, _sample(trainer, reporter), plot)
+
+
+def draw(run_dir: Path, title: str) -> Path:
+    """Draw ``run_dir``'s metrics into ``plot.png``; returns its path. ModuleNotFoundError: matplotlib is missing."""
+    target = run_dir / PLOT_FILE
+    write_atomic(target, png(run_figure(list(read_metrics(run_dir / METRICS_FILE)), title)))
+    return target
 
 
 def _draw(run_dir: Path, title: str, reporter: Reporter) -> Path | None:

@@ -1,0 +1,273 @@
+"""Every figure that the package draws, and what figures have in common. Needs matplotlib (tilemoe[plot]), which is
+imported only to draw.
+
+Colours go from dark to light, so that they differ in greyscale too, each with its own marker, dash pattern and hatch.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SEQUENTIAL = "cividis"  # the colour map for values: lightness grows with the value
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one of several series is drawn, as keyword arguments for matplotlib."""
+
+    colour: str
+    marker: str
+    dashes: Any  # matplotlib's linestyle
+    hatch: str
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": "black", "linewidth": 0.5}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.dashes}
+
+
+STYLES = (
+    Style("#1b3a6b", "o", "-", ""),
+    Style("#a3263a", "s", "--", "\\\\"),
+    Style("#2f7fb0", "v", "-.", "xx"),
+    Style("#e08214", "D", ":", "//"),
+    Style("#a6bddb", "^", (0, (5, 1)), "--"),
+    Style("#d9d9d9", "P", (0, (3, 1, 1, 1)), ".."),
+)
+_PLAN_COLOURS = MappingProxyType({"forward": STYLES[4].colour, "backward": STYLES[2].colour})  # rooflines are black
+_PLAN_SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+
+
+# ------------------------------------------------------------------------------------------- what figures share
+
+
+def spread(count: int) -> tuple[Style, ...]:
+    """``count`` of the `STYLES`, spread over their range of lightness; for a count of 1, the darkest.
+
+    ValueError: ``count`` is negative or above the number of styles.
+    """
+    if not 0 <= count <= len(STYLES):
+        raise ValueError(f"count must be from 0 to {len(STYLES)}, got {count}; draw fewer series in a figure")
+    gaps = max(1, count - 1)
+    return tuple(STYLES[(index * (len(STYLES) - 1) + gaps // 2) // gaps] for index in range(count))
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write the figure by the suffix of ``path``, without the date; returns ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def png(figure: Figure) -> bytes:
+    """The content of a .png file that says it is ours."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": "tilemoe"})
+    return drawn.getvalue()
+
+
+def ratio_bars(axis: Any, groups: Sequence[str], ratios: Mapping[str, Mapping[str, float]]) -> list[Any]:
+    """The bars of ``ratios`` {series: {group: height}} side by side in their groups, and a line at 1.
+
+    Returns matplotlib's containers of bars, one for each series. A series need not be in every group.
+    """
+    width = _bar_width(ratios)
+    drawn = []
+    for index, ((name, of_group), style) in enumerate(zip(ratios.items(), spread(len(ratios)), strict=True)):
+        present = [(place, of_group[group]) for place, group in enumerate(groups) if group in of_group]
+        places = [place + index * width for place, _ in present]
+        drawn.append(axis.bar(places, [height for _, height in present], width, label=name, **style.bar))
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    return drawn
+
+
+def group_centres(groups: Sequence[str], ratios: Mapping[str, Any]) -> list[float]:
+    """Where the middle of each group is, as `ratio_bars` places them."""
+    return [place + 0.4 - _bar_width(ratios) / 2 for place in range(len(groups))]
+
+
+def _bar_width(ratios: Mapping[str, Any]) -> float:
+    return 0.8 / max(1, len(ratios))
+
+
+def _count_in_integers(*axes: Any) -> None:
+    for axis in axes:
+        axis.get_major_locator().set_params(integer=True)
+
+
+def _distinct(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+# ------------------------------------------------------------------------------------------- tilemoe train: plot.png
+
+
+def run_figure(records: Sequence[Row], title: str) -> Figure:
+    """The losses, the throughput, how evenly tokens fall on experts, and the routers' entropy.
+
+    ``records``: a run's, as `tilemoe.train.metrics` describes them.
+    """
+    from matplotlib.figure import Figure
+
+    evals = [record for record in records if record["kind"] == "eval"]
+    load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
+    train = [record for record in records if record["kind"] == "train"]
+    undecided = [record for record in train if record.get("router_entropy")]  # not recorded by release 0.1.0
+    panels = ["loss", "throughput", *(["load"] if load else []), *(["entropy"] if undecided else [])]
+    if len(panels) == 3:
+        panels.insert(0, "loss")  # which has the first row to itself
+    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")  # pages and chats show about 1,200 pixels
+    axes: dict[str, Any] = figure.subplot_mosaic([panels[: len(panels) // 2], panels[len(panels) // 2 :]])
+    _draw_losses(axes["loss"], train, evals)
+    _draw_throughput(axes["throughput"], train)
+    if load:
+        _draw_load(figure, axes["load"], load)
+    if undecided:
+        _draw_entropy(axes["entropy"], undecided)
+    figure.suptitle(title)
+    return figure
+
+
+def _label_steps(axes: Any, title: str, ylabel: str) -> None:
+    """The axes of what is drawn over the steps, its numbers in full."""
+    axes.set(title=title, xlabel="optimiser step", ylabel=ylabel)
+    _count_in_integers(axes.xaxis)
+    axes.ticklabel_format(useOffset=False, style="plain")
+    axes.grid(alpha=0.3)
+
+
+def _draw_losses(axes: Any, train: Sequence[Row], evals: Sequence[Row]) -> None:
+    """The losses; those of a subset of the held-out text and those of all of it are two curves."""
+    for label, records, style in (
+        ("training", train, {"lw": 0.8, "color": STYLES[2].colour}),
+        ("held-out, subset", [r for r in evals if not r["whole_split"]], STYLES[0].line),
+        ("held-out, whole split", [r for r in evals if r["whole_split"]], STYLES[3].line),
+    ):
+        if records:
+            axes.plot([r["step"] for r in records], [r["nats_per_token"] for r in records], label=label, **style)
+    _label_steps(axes, "training and held-out loss", "loss [nats/token]")
+    axes.legend()
+
+
+def _draw_throughput(axes: Any, train: Sequence[Row]) -> None:
+    """Of all processes together, as the progress line shows it."""
+    axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color=STYLES[0].colour)
+    _label_steps(axes, "throughput of all processes", "throughput [tokens/s]")
+    axes.set_ylim(0, 1.1 * max((r["tokens_per_second"] for r in train), default=1.0))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _draw_entropy(axes: Any, train: Sequence[Row]) -> None:
+    """A line per MoE layer, the first the darkest: near 1 the router is undecided, near 0 each token has one expert."""
+    steps, layers = [r["step"] for r in train], list(zip(*(r["router_entropy"] for r in train), strict=True))
+    for layer, values in enumerate(layers):
+        axes.plot(steps, values, lw=0.8, color=str(0.8 * layer / len(layers)), label=f"MoE layer {layer}")
+    _label_steps(axes, "how undecided the routers are", "router entropy / log(experts)")
+    if len(layers) <= 8:
+        axes.legend()
+
+
+def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
+    """A heat map, MoE layers x experts, of each expert's share over the layer's mean: 1 is perfect balance."""
+    share = [[len(layer) * count / max(sum(layer), 1) for count in layer] for layer in tokens_per_expert]
+    image = axes.imshow(share, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=2.0, interpolation="nearest")
+    axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")
+    _count_in_integers(axes.xaxis, axes.yaxis)
+    figure.colorbar(image, ax=axes, extend="max")
+
+
+# ------------------------------------------------------------------------------------------- tilemoe plan --plot
+
+
+def plan_figure(plan: Row) -> Figure:
+    """Each step's predicted time beside its roofline. ``plan``: as `tilemoe plan --json` prints it."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    steps = plan["steps"][::-1]  # matplotlib draws the first bar at the bottom
+    figure = Figure(figsize=(8, 5))  # a layout engine would draw everything twice
+    axes = figure.add_axes((0.38, 0.1, 0.59, 0.82))
+    places = range(len(steps))
+    colours = [_PLAN_COLOURS[step["part"]] for step in steps]
+    bars = axes.barh(places, [step["predicted_ms"] for step in steps], color=colours)
+    axes.bar_label(bars, [f" {step['predicted_ms']:.3f}" for step in steps])
+    roofs = [step.get("roofline_ms", 0.0) for step in steps]
+    marks = axes.scatter(roofs, places, marker="|", s=150, color="black", label="roofline", zorder=3)
+    axes.set_yticks(places, [f"{step['step']} ({step['dtype']}, {step.get('bound', 'launches')})" for step in steps])
+    times = ", ".join(f"{part} {plan['times'][part]['predicted_ms']:.2f} ms" for part in _PLAN_COLOURS)
+    axes.set(xlabel=f"ms, predicted ({plan['gpu']['rates']}); {times}")
+    shape = plan["shape"]
+    sizes = ", ".join(str(shape[size]) for size in _PLAN_SIZES)
+    figure.suptitle(f"{plan['source']} ({sizes}), {shape['dtype']}, {plan['gpu']['name']}")
+    axes.margins(x=0.12)
+    legend = [Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in _PLAN_COLOURS.items()]
+    axes.legend(handles=[*legend, marks], loc="lower right")
+    return figure
+
+
+# ------------------------------------------------------------------------------------------- tilemoe report
+
+
+def layer_figure(rows: Sequence[Row], mode: str) -> Figure:
+    """Times of the others over ours, forward and backward, a group of bars for each case.
+
+    ``rows``: of results/layer.jsonl, the newest of each case and contestant, in the order to be shown.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if "baseline" in row]
+    cases, contestants = (_distinct(row[key] for row in rows) for key in ("case", "contestant"))
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    for axis, part in zip(axes, ("forward", "backward"), strict=True):
+        ratios = {
+            name: {row["case"]: row[f"{part}_ratio"] for row in rows if row["contestant"] == name}
+            for name in contestants
+        }
+        for bars in ratio_bars(axis, cases, ratios):
+            axis.bar_label(bars, fmt="%.2f")
+        axis.set_ylabel(f"{part}: time over ours")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(contestants))
+    axes[1].set_xticks(group_centres(cases, dict.fromkeys(contestants)), cases)
+    figure.suptitle(_title(f"Layer with its router, {mode}: above 1 tilemoe is faster", rows))
+    return figure
+
+
+def kernels_figure(rows: Sequence[Row], mode: str) -> Figure:
+    """Percent of its roofline of each kernel and case. ``rows``: of results/kernels.jsonl, as of `layer_figure`."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["of_roofline"] is not None]
+    cases, kernels = (_distinct(row[key] for row in rows) for key in ("case", "kernel"))
+    share = {(row["case"], row["kernel"]): 100 * row["of_roofline"] for row in rows}
+    grid = [[share.get((case, kernel), math.nan) for kernel in kernels] for case in cases]
+    figure = Figure(figsize=(11, 1 + 0.6 * len(cases)), layout="constrained")
+    axis = figure.subplots()
+    axis.imshow(grid, cmap=SEQUENTIAL, vmin=0, vmax=100, aspect="auto")
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            text, colour = "" if math.isnan(value) else f"{value:.0f}%", "white" if value < 50 else "black"
+            axis.text(x, y, text, ha="center", va="center", color=colour)
+    axis.set_xticks(range(len(kernels)), kernels, rotation=20)
+    axis.set_yticks(range(len(cases)), cases)
+    figure.suptitle(_title(f"Share of the roofline, {mode}", rows))
+    return figure
+
+
+def _title(text: str, rows: Sequence[Row]) -> str:
+    """The text, and below it the GPUs and commits of the rows."""
+    gpus, commits = (", ".join(sorted({str(row[key]) for row in rows})) for key in ("gpu", "commit"))
+    return f"{text}\n{gpus} · {commits}"
