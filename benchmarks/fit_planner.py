@@ -1,5 +1,5 @@
 """The constants of `tilemoe.perf.predict`, by least squares of the relative error over some of the recorded kernels,
-and those of `tilemoe.perf.styles`, over some of ScatterMoE's recorded layers.
+and those of `tilemoe.perf.designs`, over some of ScatterMoE's recorded layers.
 
     python benchmarks/fit_planner.py
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from tilemoe.bench import cases, record
 from tilemoe.perf.costs import is_in_fp8
+from tilemoe.perf.designs import SCATTERMOE_RATES, scattermoe
 from tilemoe.perf.hardware import GPUS
 from tilemoe.perf.predict import KINDS, LAUNCH_MS, LAUNCHES, LAYER_BACKWARD, LAYER_FORWARD, Rate, amounts, step_ms
-from tilemoe.perf.styles import SCATTERMOE_RATES, scattermoe
 from tilemoe.shape import MoEShape
 
 # Narrow and wide experts, few and many, small and large d. The other cases are for the test.

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilemoe.bench import record, timing
-from tilemoe.bench.gate import Difference
+from tilemoe.bench.check import Difference
 from tilemoe.integrations import transformers as integration
 
 NAME, MODE = "hf_step", "step"

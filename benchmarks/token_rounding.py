@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import tilemoe
-from tilemoe.bench import gate, peers, record, timing
+from tilemoe.bench import check, peers, record, timing
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
@@ -132,7 +132,7 @@ def problem_of_experts(layer: tilemoe.MoE, x: Tensor, do: Tensor, plan: RoutingP
     inputs = {"dx": x.detach().requires_grad_(), "dw1": w1, "dw2": w2, "ds": scores.detach().requires_grad_()}
     of_set = []
     for kernels in (layer.experts.kernels, "torch"):
-        gate.poison(x.device)
+        check.poison(x.device)
         out = tilemoe.moe(inputs["dx"], w1, w2, plan, inputs["ds"], kernels=kernels)
         of_set.append((out.detach(), *torch.autograd.grad(out, list(inputs.values()), do)))
     for what, found, expected in zip(("output", *inputs), *of_set, strict=True):

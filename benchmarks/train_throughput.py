@@ -61,7 +61,7 @@ from tilemoe.train.progress import StepStats
 sys.path.insert(0, str(Path(__file__).parent))
 import profiles
 
-from tilemoe.bench import gate, peers, record, timing
+from tilemoe.bench import check, peers, record, timing
 
 NAME, MODE = "train_throughput", "sustained"
 TOKENS = 1 << 22  # of the made-up text
@@ -261,7 +261,7 @@ def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Jo
         dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
         weights = peers.make_weights(shape, device, dtype)
         try:
-            problem = gate.problem(swapped_layer(name, shape, weights), shape, weights)
+            problem = check.problem(swapped_layer(name, shape, weights), shape, weights)
         except ImportError as error:
             problem = f"not importable here: {error}"
     return next((found for found in objects_of_processes(problem, job) if found is not None), None)

@@ -14,10 +14,10 @@ from helpers import run_python
 from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
 from tilemoe.models.presets import MOE_PRESETS
 from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
+from tilemoe.perf.designs import DESIGNS
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, find_gpu
 from tilemoe.perf.padding import padding_waste
 from tilemoe.perf.predict import layer_ms
-from tilemoe.perf.styles import STYLES
 from tilemoe.runtime.device import TRITON_FOR_10
 from tilemoe.shape import MoEShape
 
@@ -72,7 +72,7 @@ def test_tables_show_what_the_arithmetic_says(run: Run) -> None:
     assert up_proj.endswith("arithmetic")
     assert f"{kernel_costs(OLMOE)['up_proj_act'].flops / 1e9:,.1f}" in up_proj
     assert f"{100 * padding_waste(OLMOE, 128):8.1f} %" in out
-    for name, style in STYLES.items():
+    for name, style in DESIGNS.items():
         assert re.search(rf"^{name} +{style(OLMOE).saved_bytes / 2**30:.2f} ", out, flags=re.M)
 
 
@@ -85,14 +85,14 @@ def test_json_of_a_preset_in_any_case(run: Run) -> None:
     assert {name: steps[name]["flops"] for name in kernel_costs(shape)} == {
         name: cost.flops for name, cost in kernel_costs(shape).items()
     }
-    assert set(plan["others"]) == set(STYLES)
+    assert set(plan["others"]) == set(DESIGNS)
 
 
 def test_the_other_designs_steps(run: Run) -> None:
     plan = as_json(run, "--preset", "olmoe")
     status, out, _ = run("plan", "--preset", "olmoe", "--others")
     assert status == 0
-    for name, style in STYLES.items():
+    for name, style in DESIGNS.items():
         found, other = style(OLMOE), plan["others"][name]
         assert other["backward_peak_bytes"] == found.backward_peak_bytes
         assert other["padding"] == {"tile_rows": found.tile_rows, "waste": found.padding_waste}

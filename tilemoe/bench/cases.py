@@ -14,7 +14,7 @@ from tilemoe.config import from_dict
 from tilemoe.shape import MoEShape
 
 _SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
-MOST_EXPERTS = 512  # and at most d: `gate` gives each expert a logit of its own in bf16
+MOST_EXPERTS = 512  # and at most d: `check` gives each expert a logit of its own in bf16
 # Seven with recorded figures of other implementations: softmax over the kept scores, SwiGLU, bf16.
 MAIN = MappingProxyType(
     {

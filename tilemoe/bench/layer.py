@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilemoe.bench import gate, gpu_time, peers, timing
+from tilemoe.bench import check, gpu_time, peers, timing
 from tilemoe.perf.costs import layer_roofline_ms
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.shape import MoEShape
@@ -102,7 +102,7 @@ def admitted(names: Sequence[str], shape: MoEShape, weights: peers.Weights) -> l
     for name in names:
         start = time.perf_counter()
         contestant = peers.build(name, shape, weights)
-        problem = contestant if isinstance(contestant, str) else gate.problem(contestant, shape, weights)
+        problem = contestant if isinstance(contestant, str) else check.problem(contestant, shape, weights)
         if problem is None and isinstance(contestant, peers.Contestant):
             contestants.append(contestant)
             print(f"{name}: correct, {time.perf_counter() - start:.1f} s with compilation and tuning", flush=True)

@@ -83,7 +83,7 @@ def decoder(shape: MoEShape, device: torch.device) -> DecoderLM:
 
 
 def _layers(contestant: peers.Contestant, shape: MoEShape, weights: Sequence[peers.Weights]) -> list[PeerMLP]:
-    """The contestant of each layer; the first is there already, and has passed the gate."""
+    """The contestant of each layer; the first is there already, and has passed the check."""
     others = [peers.build(contestant.name, shape, each) for each in weights[1:]]
     return [PeerMLP(each) for each in (contestant, *others) if isinstance(each, peers.Contestant)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
 from tilemoe.perf.costs import Cost
+from tilemoe.perf.designs import DESIGNS, Design
 from tilemoe.perf.hardware import Ceilings, Gpu
 from tilemoe.perf.padding import padding_waste
 from tilemoe.perf.predict import (
@@ -23,7 +24,6 @@ from tilemoe.perf.predict import (
     row_tile,
     step_ms,
 )
-from tilemoe.perf.styles import STYLES, Style
 from tilemoe.shape import MoEShape
 
 PARTS = ("forward", "backward")
@@ -54,7 +54,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
         "padding": {"tile_rows": row_tile(shape, gpu), "waste": padding_waste(shape, row_tile(shape, gpu))},
         "steps": steps,
         "times": {part: {"roofline_ms": rooflines[part], "predicted_ms": predicted[part]} for part in PARTS},
-        "others": {name: _other(style(shape), gpu, wide) for name, style in STYLES.items()},
+        "others": {name: _other(design(shape), gpu, wide) for name, design in DESIGNS.items()},
     }
 
 
@@ -104,7 +104,7 @@ def _cost(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def _other(style: Style, gpu: Gpu, dtype: str) -> dict[str, Any]:
+def _other(design: Design, gpu: Gpu, dtype: str) -> dict[str, Any]:
     """Another design's experts, without a router."""
     steps = [
         {
@@ -114,14 +114,14 @@ def _other(style: Style, gpu: Gpu, dtype: str) -> dict[str, Any]:
             **_cost(step.cost, gpu.ceilings(dtype)),
             "predicted_ms": step.predicted_ms(gpu, dtype),
         }
-        for part, steps_of_part in zip(PARTS, (style.forward, style.backward), strict=True)
+        for part, steps_of_part in zip(PARTS, (design.forward, design.backward), strict=True)
         for name, step in steps_of_part.items()
     ]
     return {
-        "saved_bytes": style.saved_bytes,
-        "forward_peak_bytes": style.forward_peak_bytes,
-        "backward_peak_bytes": style.backward_peak_bytes,
-        "padding": {"tile_rows": style.tile_rows, "waste": style.padding_waste},
+        "saved_bytes": design.saved_bytes,
+        "forward_peak_bytes": design.forward_peak_bytes,
+        "backward_peak_bytes": design.backward_peak_bytes,
+        "padding": {"tile_rows": design.tile_rows, "waste": design.padding_waste},
         "moved_bytes": sums(steps, "bytes"),
         "roofline_ms": sums(steps, "roofline_ms"),
         "predicted_ms": sums(steps, "predicted_ms"),

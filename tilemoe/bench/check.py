@@ -1,4 +1,4 @@
-"""The gate before the stopwatch: a contestant whose output or gradients are wrong is not timed.
+"""The check before the stopwatch: a contestant whose output or gradients are wrong is not timed.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 

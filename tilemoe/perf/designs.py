@@ -59,7 +59,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Style:
+class Design:
     """Steps of forward and backward in order; bytes kept for the backward and the most at once in either, all gradients
     counted; rows of a tile of the products, and those computed beyond R, over R.
     """
@@ -88,7 +88,7 @@ class _Sizes:
         self.up, self.down = 2 * rows * d * shape.width, 2 * rows * d * shape.intermediate_size
 
 
-def scattermoe(shape: MoEShape) -> Style:
+def scattermoe(shape: MoEShape) -> Design:
     """Gathers inside the GEMMs' loads and scatters in their stores; the backward groups do and x into copies.
 
     The steps of ScatterMoE 0.3's ``GLUMLP`` (arXiv 2403.08245; github.com/shawntan/scattermoe) with plain PyTorch
@@ -139,10 +139,10 @@ def scattermoe(shape: MoEShape) -> Style:
         saved - b.y + b.w2 + (2 * b.a if shape.is_gated else b.h),  # both factors' gradients beside da, y freed
         kept + b.w2 + b.h + b.y + b.w1 + b.x + summing,  # dx and dw1 beside dx's rows, which took the place of x's
     )
-    return Style(forward, backward, saved, saved + b.x, peak, _TILE, padded)
+    return Design(forward, backward, saved, saved + b.x, peak, _TILE, padded)
 
 
-def grouped_mm(shape: MoEShape) -> Style:
+def grouped_mm(shape: MoEShape) -> Design:
     """A copy of x in expert order, two grouped GEMMs, compiled operations between them, a sum in fp32.
 
     ``tilemoe.bench.peers.grouped_mm_experts``: two calls of ``torch.nn.functional.grouped_mm``, whose Hopper kernel has
@@ -191,7 +191,7 @@ def grouped_mm(shape: MoEShape) -> Style:
         saved - b.y + b.h + b.w2,  # dh beside h and da
         saved - b.a + b.w1 + b.w2,  # dx's rows and dw1 beside dh and x's rows
     )
-    return Style(forward, backward, saved, saved + b.in_fp32 + b.x, peak, tile, padded - 1)
+    return Design(forward, backward, saved, saved + b.in_fp32 + b.x, peak, tile, padded - 1)
 
 
 def _fill(columns: int, tile: int) -> float:
@@ -199,6 +199,6 @@ def _fill(columns: int, tile: int) -> float:
     return math.ceil(columns / tile) * tile / columns
 
 
-STYLES: MappingProxyType[str, Callable[[MoEShape], Style]] = MappingProxyType(
+DESIGNS: MappingProxyType[str, Callable[[MoEShape], Design]] = MappingProxyType(
     {"scattermoe": scattermoe, "grouped_mm": grouped_mm}
 )

@@ -13,8 +13,8 @@ import pytest
 
 from tilemoe.bench import cases
 from tilemoe.perf.costs import Cost
+from tilemoe.perf.designs import DESIGNS, SCATTERMOE_RATES, SCATTERMOE_WAIT_MS, Design
 from tilemoe.perf.hardware import GPUS, Gpu
-from tilemoe.perf.styles import SCATTERMOE_RATES, SCATTERMOE_WAIT_MS, STYLES, Style
 from tilemoe.shape import MoEShape
 
 ROOT = Path(__file__).parents[2]
@@ -25,14 +25,14 @@ PARTS = ("forward", "backward")
 ROWS = [
     row
     for line in (ROOT / "results" / "layer.jsonl").read_text().splitlines()
-    if (row := json.loads(line))["contestant"] in STYLES and row["mode"] == "sustained"
+    if (row := json.loads(line))["contestant"] in DESIGNS and row["mode"] == "sustained"
 ]
 IDS = [f"{row['contestant']} {row['case']} {row['commit'][:7]}" for row in ROWS]
 GATED, UNGATED = MoEShape(300, 64, 48, 6, 3), MoEShape(300, 64, 48, 6, 3, is_gated=False)
 
 
-def style_of(row: dict[str, Any]) -> Style:
-    return STYLES[row["contestant"]](cases.MAIN[row["case"]])
+def style_of(row: dict[str, Any]) -> Design:
+    return DESIGNS[row["contestant"]](cases.MAIN[row["case"]])
 
 
 def predicted_ms(row: dict[str, Any]) -> dict[str, float]:
@@ -88,7 +88,7 @@ def test_the_page_has_the_errors() -> None:
 def test_bytes_by_hand() -> None:
     """x 2·2·4 = 16, y 32, a 24, h 48, w1 240, w2 120 bytes; 8 of score and index for each of 4 rows; x in fp32 32."""
     shape = MoEShape(2, 4, 3, 5, 2)
-    scattermoe, grouped = (STYLES[name](shape) for name in ("scattermoe", "grouped_mm"))
+    scattermoe, grouped = (DESIGNS[name](shape) for name in ("scattermoe", "grouped_mm"))
     assert scattermoe.forward["up_proj"].cost == Cost(192, 16 + 240 + 32, 48)
     assert scattermoe.backward["product's gradient"].cost == Cost(0, 48 + 24 + 24, 48)
     assert scattermoe.backward["up_proj wgrad"].cost == Cost(192, 32 + 48, 2 * 240)
@@ -101,19 +101,19 @@ def test_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("shape", [GATED, UNGATED], ids=["gated", "ungated"])
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", DESIGNS)
 def test_a_peak_holds_what_is_kept(name: str, shape: MoEShape) -> None:
-    style, ours = STYLES[name](shape), 2 * shape.num_rows * (shape.width + shape.hidden_size)
+    style, ours = DESIGNS[name](shape), 2 * shape.num_rows * (shape.width + shape.hidden_size)
     assert ours < style.saved_bytes < style.forward_peak_bytes
     assert style.saved_bytes < style.backward_peak_bytes
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", DESIGNS)
 def test_a_prediction_is_never_below_the_roofline_and_grows(name: str, gpu: Gpu) -> None:
     times = []
     for tokens in (0, 1, 4096, 262144):
-        style = STYLES[name](MoEShape(tokens, 2048, 512, 128, 8))
+        style = DESIGNS[name](MoEShape(tokens, 2048, 512, 128, 8))
         steps = [*style.forward.values(), *style.backward.values()]
         assert all(step.predicted_ms(gpu, "bf16") > step.cost.roofline_ms(gpu.ceilings()) for step in steps)
         times.append(sum(step.predicted_ms(gpu, "bf16") for step in steps))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe.bench import gate, peers
+from tilemoe.bench import check, peers
 from tilemoe.shape import MoEShape
 from tilemoe.testing import assert_equal
 
@@ -35,7 +35,7 @@ def plain(weights: peers.Weights) -> peers.Contestant:
 @pytest.mark.parametrize("build", [ours, plain])
 def test_correct_contestants_pass(build: Callable[[peers.Weights], peers.Contestant], weights: peers.Weights) -> None:
     before = [weight.detach().clone() for weight in (weights.router, weights.w1, weights.w2)]
-    assert gate.problem(build(weights), SHAPE, weights) is None
+    assert check.problem(build(weights), SHAPE, weights) is None
     assert_equal((weights.router, weights.w1, weights.w2), before)
 
 
@@ -46,8 +46,8 @@ def test_a_contestant_with_permuted_rows_passes_by_its_own_order(weights: peers.
         return peers.grouped_mm_layer(x, replace(weights, w1=peers.concatenated(w1)), SHAPE.num_experts_per_tok)
 
     contestant = replace(ours(weights), run=run, leaves=(weights.router, w1, weights.w2))
-    assert "dw1" in str(gate.problem(contestant, SHAPE, weights))
-    assert gate.problem(replace(contestant, w1_rows=peers.concatenated), SHAPE, weights) is None
+    assert "dw1" in str(check.problem(contestant, SHAPE, weights))
+    assert check.problem(replace(contestant, w1_rows=peers.concatenated), SHAPE, weights) is None
 
 
 class _Scaled(torch.autograd.Function):
@@ -80,7 +80,7 @@ WRONG = {
 def test_wrong_contestants_are_named_with_what_is_wrong(wrong: str, weights: peers.Weights) -> None:
     spoil, what = WRONG[wrong]
     right = ours(weights)
-    found = gate.problem(replace(right, run=lambda x: spoil(right.run(x))), SHAPE, weights)
+    found = check.problem(replace(right, run=lambda x: spoil(right.run(x))), SHAPE, weights)
     assert found.startswith(what)
 
 
