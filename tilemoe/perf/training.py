@@ -12,6 +12,7 @@ weight has a bf16 copy until its backward.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the
 LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
 MOST_GPUS, COMPARED = 1 << 14, 8
+_MOST_SEQUENCES = 1 << 20  # of a micro-batch
 _BF16, _FP32 = 2, 4
 _DAY = 86400
 
@@ -97,13 +99,7 @@ def fits(setup: Setup, sequences: int) -> bool:
 
 def largest_micro_batch(setup: Setup) -> int:
     """The most sequences of a micro-batch that fit; 0 where not even one does."""
-    low, high = 0, 1
-    while fits(setup, high) and high < 1 << 20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(setup, middle) else (low, middle)
-    return low
+    return bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda sequences: not fits(setup, sequences))
 
 
 def cheapest_that_fits(setup: Setup, modes: Sequence[Checkpointing] = CHECKPOINTING_MODES) -> Setup | None:
