@@ -13,14 +13,13 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 _TEMPORARY = ".tmp-"
-_HASH_CHUNK = 1 << 18  # bytes
+_HASH_CHUNK = 1 << 20  # bytes: for each the thread waits for the interpreter, which may be loading a model
 _LARGEST = 1 << 26  # bytes of a file that is read whole: settings, a tokenizer, an index of tensors
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """A regular file for reading. OSError: it is a pipe or a device, of which a read may never end, or as of ``open``.
 
     To open a pipe does not wait for its writer here.
@@ -196,8 +195,9 @@ def sha256_file(path: Path) -> str:
     """Hex digest of a file's content, read in pieces."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
+        chunk = memoryview(bytearray(min(_HASH_CHUNK, os.fstat(file.fileno()).st_size + 1)))
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
     return digest.hexdigest()
 
 

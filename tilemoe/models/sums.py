@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from tilemoe.data.files import read_bytes, sha256_file
 
 SUMS_FILE = "checksums.json"  # the manifest of an export
 _LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its part of each tensor
-_THREADS = 8
+_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # one core is left to who reads the weights meanwhile
 _WEIGHTS = ".safetensors"
 _READ = (_WEIGHTS, ".json", ".jinja")  # the kinds of file that are read from an export
 
