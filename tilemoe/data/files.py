@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _TEMPORARY = ".tmp-"
-_HASH_CHUNK = 1 << 20  # bytes: for each the thread waits for the interpreter, which may be loading a model
+_HASH_CHUNK = 1 << 18  # bytes
 _LARGEST = 1 << 26  # bytes of a file that is read whole: settings, a tokenizer, an index of tensors
 
 
@@ -191,11 +191,11 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def sha256_file(path: Path) -> str:
-    """Hex digest of a file's content, read in pieces."""
+def sha256_file(path: Path, piece: int = _HASH_CHUNK) -> str:
+    """Hex digest of a file's content, read in pieces of so many bytes."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
-        chunk = memoryview(bytearray(min(_HASH_CHUNK, os.fstat(file.fileno()).st_size + 1)))
+        chunk = memoryview(bytearray(min(piece, os.fstat(file.fileno()).st_size + 1)))
         while size := file.readinto(chunk):
             digest.update(chunk[:size])
     return digest.hexdigest()

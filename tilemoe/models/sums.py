@@ -16,6 +16,7 @@ from tilemoe.data.files import read_bytes, sha256_file
 SUMS_FILE = "checksums.json"  # the manifest of an export
 _LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its part of each tensor
 _THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # one core is left to who reads the weights meanwhile
+_PIECE = 1 << 23  # bytes, for each of which a thread waits for the interpreter, which may be reading weights
 _WEIGHTS = ".safetensors"
 _READ = (_WEIGHTS, ".json", ".jinja")  # the kinds of file that are read from an export
 
@@ -88,7 +89,7 @@ def _compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[Non
             raise Damage(f"{name} has {size} bytes instead of {expected['bytes']}")
     pool, failure = ThreadPoolExecutor(_THREADS), None
     try:
-        found = pool.map(sha256_file, [folder / name for name in files])
+        found = pool.map(lambda name: sha256_file(folder / name, _PIECE), files)
         try:
             yield
         except (ValueError, OSError) as error:  # which may be what a changed file has led to
