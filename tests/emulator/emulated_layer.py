@@ -18,7 +18,6 @@ from tilemoe.kernels.experts.formats.fp8 import BLOCK, LARGEST, WEIGHTS, quantiz
 from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
-from tilemoe.kernels.experts.hopper_fp8 import backend as fp8_backend
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.plan import RoutingPlan
@@ -71,7 +70,7 @@ def emulated(
             IN_PYTORCH[name_of(launch)](launch.args, launch.constants)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_backend, fp8_backend, triton_backend):
+        for module in (hopper_backend, triton_backend):
             patch.setattr(module, "device_of", lambda t: device)
         patch.setattr(triton_backend, "small_m", lambda num_rows, num_experts: None)
         patch.setattr(Launch, "run", run)

@@ -30,8 +30,8 @@ from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.formats.fp8 import ROWS, quantize
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.hopper import host
-from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import hostile_routings, make_inputs
 
@@ -41,13 +41,13 @@ LIMIT = 3e-4  # RMS-relative: fp16 rounds by 2.1e-4
 LIMIT_OF_QUANTIZED = 2e-3  # one value of 10 000 that is rounded the other way, by a step, is 7e-4
 
 
-class WithoutBiasGrads(HopperFp8Backend):
+class WithoutBiasGrads(type(backend_named("hopper_fp8"))):
     """The bias gradients are the portable kernels', which other tests have."""
 
-    up_proj_bias_grad = TorchFp8Backend.up_proj_bias_grad
+    up_proj_bias_grad = TorchBackend.up_proj_bias_grad
 
 
-KERNELS, EXACT = WithoutBiasGrads(), TorchFp8Backend()
+KERNELS, EXACT = WithoutBiasGrads(), backend_named("torch_fp8")
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
 # Widths, multiples of 128, not all of 256: half a tile of columns to three; from one step to more than stages.
 SIZES = ((256, 128), (384, 256), (640, 640), (128, 384))

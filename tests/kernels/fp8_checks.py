@@ -18,7 +18,7 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, quantize
 from tilemoe.kernels.experts.formats.operand import Operand
-from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.transpose import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import ceil_div
@@ -47,7 +47,7 @@ def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Fp8Case, limits: 
     s, do = given["scores"].reshape(-1), torch.randn_like(given["x"])
     w1, w2 = (turn(w1), turn(w2)) if case.transposed else (w1, w2)
     rows = slice(0, int(plan.row_start_of_expert[-1]))
-    exact, limit = TorchFp8Backend(), limits[case.dtype]
+    exact, limit = backend_named("torch_fp8"), limits[case.dtype]
 
     def compare(name: str, found: Tensor | Operand, expected: Tensor) -> None:
         assert found.shape == expected.shape if isinstance(found, Tensor) else found.data.shape == expected.shape, name
@@ -89,7 +89,7 @@ def assert_wgrads_agree(
     by_token = torch.randn(plan.num_tokens, d, device=plan.device).to(dtype)
     by_row = torch.randn(plan.capacity, width, device=plan.device).to(dtype)
     by_token *= torch.rand(plan.num_tokens, 1, device=plan.device).to(dtype)  # scales of tokens differ
-    exact = TorchFp8Backend()
+    exact = backend_named("torch_fp8")
     expected = exact.down_proj_wgrad(by_token.float(), by_row.float(), plan)
     before = torch.randn_like(expected)
     total = turn(before) if column_major else before.clone()

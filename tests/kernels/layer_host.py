@@ -25,6 +25,7 @@ import tilemoe.kernels.plan.triton
 import tilemoe.kernels.router.triton  # noqa: F401
 from tilemoe import MoEConfig, RouterConfig, route
 from tilemoe.kernels import choose
+from tilemoe.kernels.experts import table
 from tilemoe.layers.experts import Experts
 
 HERE = Path(__file__).resolve()
@@ -36,7 +37,8 @@ CFG = MoEConfig(D, N, num_experts=E, num_experts_per_tok=K, router=RouterConfig(
 def pretend() -> None:
     """From now on, CPU tensors are a Hopper GPU's, and launches do nothing."""
     fake_driver.install_silent()
-    choose.why_no_triton = choose._why_not_hopper = fake_driver.nothing  # no reason against a kernel
+    # no reason against a kernel
+    choose.why_no_triton = table.why_no_triton = table.why_not_hopper_gpu = fake_driver.nothing
 
 
 def measure() -> tuple[float, float]:

@@ -17,8 +17,6 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-import tilemoe.kernels.experts.hopper.backend  # before the fake is installed, as all that launches
-import tilemoe.kernels.experts.hopper_fp8.backend  # noqa: F401
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.expert_parallel import triton as triton_exchange  # noqa: F401
 from tilemoe.kernels.experts.registry import backend_named

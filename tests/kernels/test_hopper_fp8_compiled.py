@@ -28,7 +28,7 @@ from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.hopper.configs import FP8_STATIONARY, FP8_TILE, FP8_WGRAD, SHARED_BYTES
 from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel
-from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
@@ -83,7 +83,7 @@ def gemm_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
         if (activation, gate_up) == ("swiglu", "concatenated")
         else SPILLS.keys() - {"down_proj", "up_proj_dgrad"}
     )
-    spec, kernels = activation_spec(activation, gate_up, None, None), HopperFp8Backend()
+    spec, kernels = activation_spec(activation, gate_up, None, None), backend_named("hopper_fp8")
     plan, w = plan_topk(torch.arange(2 * T).view(T, 2) % E, E), spec.width_factor * N
 
     def made(*shape: int) -> torch.Tensor:
@@ -258,7 +258,7 @@ def test_stationary_weight(contraction: int, name: str, tmp_path: Path) -> None:
 
 
 def stationary_launch(contraction: int, name: str) -> Launch:
-    kernels, plan = HopperFp8Backend(), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
+    kernels, plan = backend_named("hopper_fp8"), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
     rows, bias = torch.zeros(plan.capacity, contraction, dtype=torch.bfloat16), None
     if name == "down_proj, bias":
         bias = torch.zeros(E, D, dtype=torch.bfloat16)
@@ -295,7 +295,7 @@ def test_wide_weight_gradients(all_wgrads_in_fp8: None, column_major: bool, adds
 
 
 def wgrad_launch(column_major: bool, adds: bool) -> Launch:
-    kernels, plan = HopperFp8Backend(), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
+    kernels, plan = backend_named("hopper_fp8"), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
     do, a_scaled = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (plan.capacity, N)))
     total = torch.zeros(E, N, D).transpose(1, 2) if column_major else torch.zeros(E, D, N)
     with recorded_launches(H200) as launches:

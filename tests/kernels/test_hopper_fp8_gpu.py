@@ -15,8 +15,7 @@ from torch import Tensor
 import tilemoe
 from tilemoe import reference
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
-from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, relative_error
 
@@ -63,7 +62,7 @@ def step(layer: tilemoe.MoE, x: Tensor, do: Tensor | None = None) -> list[Tensor
 ], ids=str)  # fmt: skip
 def test_hostile_routings(case: Fp8Case) -> None:
     for routing in hostile_routings(tile=128, device="cuda"):
-        assert_gemms_agree(HopperFp8Backend(), routing.plan, case, LIMITS)
+        assert_gemms_agree(backend_named("hopper_fp8"), routing.plan, case, LIMITS)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias, transposed"])
@@ -72,21 +71,21 @@ def test_every_layout(activation: str, bias: bool, gate_up: str) -> None:
     torch.manual_seed(0)
     plan = plan_topk(torch.rand(T, E, device="cuda").topk(K, 1).indices, E)
     case = Fp8Case(activation, gate_up, bias, bias, BF16 if bias else FP16, D, N)
-    assert_gemms_agree(HopperFp8Backend(), plan, case, LIMITS)
+    assert_gemms_agree(backend_named("hopper_fp8"), plan, case, LIMITS)
 
 
 def test_tiles_in_bands() -> None:
     """up_proj beyond 8 column tiles, down_proj_dgrad beyond 32, both with a contraction beyond 1024."""
     plan = plan_topk(torch.rand(300, 4, device="cuda").topk(2, 1).indices, 4)
     case = Fp8Case("swiglu", "concatenated", False, False, BF16, 1152, 8704)
-    assert_gemms_agree(HopperFp8Backend(), plan, case, LIMITS_OF_17408)
+    assert_gemms_agree(backend_named("hopper_fp8"), plan, case, LIMITS_OF_17408)
 
 
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_wide_weight_gradients(all_wgrads_in_fp8: None, dtype: torch.dtype, column_major: bool) -> None:
     for routing in hostile_routings(tile=128, device="cuda"):
-        assert_wgrads_agree(HopperFp8Backend(), routing.plan, D, 640, column_major, dtype, LIMITS[dtype])
+        assert_wgrads_agree(backend_named("hopper_fp8"), routing.plan, D, 640, column_major, dtype, LIMITS[dtype])
 
 
 def test_a_wide_layer() -> None:
@@ -106,12 +105,12 @@ def test_long_sums_of_products_with_a_mean() -> None:
     experts = torch.arange(4).repeat_interleave(rows)[torch.randperm(int(rows.sum()))]
     plan = plan_topk(experts[:, None].cuda(), 4)
     x, dh = ((torch.randn(plan.num_tokens, width, device="cuda") + 0.5).to(BF16) for _ in range(2))
-    exact = TorchFp8Backend().up_proj_wgrad(x.float(), dh.float(), plan)
+    exact = backend_named("torch_fp8").up_proj_wgrad(x.float(), dh.float(), plan)
     before = torch.randn_like(exact)
-    found = HopperFp8Backend().up_proj_wgrad(x, dh, plan)
+    found = backend_named("hopper_fp8").up_proj_wgrad(x, dh, plan)
     assert relative_error(found.float(), exact) < 0.012
-    assert_equal(found, HopperFp8Backend().up_proj_wgrad(x, dh, plan))
-    added = HopperFp8Backend().up_proj_wgrad(x, dh, plan, out=before.clone()) - before
+    assert_equal(found, backend_named("hopper_fp8").up_proj_wgrad(x, dh, plan))
+    added = backend_named("hopper_fp8").up_proj_wgrad(x, dh, plan, out=before.clone()) - before
     assert relative_error(added, exact) < 0.012
 
 

@@ -16,6 +16,7 @@ from helpers import raises_one_line
 from tilemoe.config import MoEConfig
 from tilemoe.kernels import choose
 from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, choose_router, select_kernels
+from tilemoe.kernels.experts import table
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
@@ -203,7 +204,8 @@ def test_torch_serves_the_rest_and_says_why(
 def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether Triton runs here is decided in one place for the experts, the router, the plan and all others."""
     choose._known_experts_on.cache_clear()
-    monkeypatch.setattr(choose, "why_no_triton", lambda device: "none today")
+    for module in (choose, table):
+        monkeypatch.setattr(module, "why_no_triton", lambda device: "none today")
     choices = (
         choose_experts(GPU, torch.bfloat16, (64, 32)),
         choose_router(GPU, torch.float32, 8, 2),

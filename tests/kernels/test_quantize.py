@@ -16,7 +16,7 @@ from tilemoe.kernels.experts.formats.fp8 import (
     packed_operand,
     quantize,
     unpack_rows,
-    why_not_quantized,
+    why_not,
 )
 from tilemoe.reference import fp8
 
@@ -164,5 +164,5 @@ def test_what_is_not_finite_stays_in_its_packed_row(bad: float) -> None:
     ],
 )
 def test_what_is_not_quantized(dtype: torch.dtype, widths: tuple[int, ...], why: str | None) -> None:
-    found = why_not_quantized(dtype, *widths)
+    found = why_not(dtype, *widths)
     assert found is why if why is None else found is not None and why in found

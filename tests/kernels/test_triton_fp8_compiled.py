@@ -10,7 +10,7 @@ import torch
 from triton_compile import KB, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.kernels.experts.formats.fp8 import words_of_row
-from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.quantize import block_weight, pack_rows, quantized_rows, row_weight, unpack_rows
 from tilemoe.kernels.experts.triton.transpose import SLICE, wgrad_operands
@@ -55,7 +55,7 @@ def test_nothing_has_to_be_compiled_once_a_slice_was_added(d: int) -> None:
     plan = plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
     x, dh = torch.zeros(T, d, dtype=torch.bfloat16), torch.zeros(plan.capacity, 2048, dtype=torch.bfloat16)
     with recorded_launches(GPUS[90]) as launches:
-        HopperFp8Backend().up_proj_wgrad_bias_grad(x, dh, plan, False, torch.zeros(E, 2048, d))
+        backend_named("hopper_fp8").up_proj_wgrad_bias_grad(x, dh, plan, False, torch.zeros(E, 2048, d))
     keys = [(launch.kernel, launch._key()) for launch in launches]
     adds = [at for at, launch in enumerate(launches) if launch.constants.get("ADDS")]
     assert len(adds) == ceil_div(d, SLICE)

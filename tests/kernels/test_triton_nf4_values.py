@@ -13,8 +13,7 @@ from triton_checks import DEVICE, DTYPES, INTERPRETED, every_third
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import Backend
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4
-from tilemoe.kernels.experts.formats.operand import Weight
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, Weight, quantize_nf4
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.plan import RoutingPlan

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -22,10 +21,12 @@ from torch import Tensor
 from tilemoe.checks import require_type, shown
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
+from tilemoe.kernels.experts import table
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
-from tilemoe.kernels.experts.formats.fp8 import pack_rows, unpack_rows, why_not_quantized
+from tilemoe.kernels.experts.formats.fp8 import pack_rows, unpack_rows
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.table import ROWS
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
 from tilemoe.kernels.plan.torch import sort_by_expert
@@ -35,23 +36,8 @@ from tilemoe.runtime.tracing import constant_when_traced
 
 Impl = TypeVar("Impl")
 DocumentAttention = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
+Whys = tuple[str | None, ...] | None
 PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
-
-_SERVES: MappingProxyType[str, str] = MappingProxyType(
-    {
-        "torch": "plain PyTorch runs on any device, for",
-        "torch_fp8": "plain PyTorch with FP8 operands serves",
-        "triton": "Triton kernels serve",
-        "hopper": "warp-specialised kernels serve",
-        "hopper_fp8": "warp-specialised kernels with FP8 operands serve",
-    }
-)
-_WHY_FP8: MappingProxyType[str, str] = MappingProxyType(
-    {
-        "torch_fp8": "FP8 is asked for; on a CPU it is emulated, not faster",
-        "hopper_fp8": "FP8 is asked for, and the GPU has compute capability 9.0",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,8 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
     widths = () if cfg is None else (cfg.hidden_size, cfg.intermediate_size)
     chosen = choose_experts(found, dtype, widths, "bf16" if cfg is None else cfg.precision)
     layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))
-    return Choice(chosen.name, chosen.impl, f"{_SERVES[chosen.name]} {found.type}, {dtype}{layer}: {chosen.reason}")
+    serves = next(row.serves for row in ROWS if row.name == chosen.name)
+    return Choice(chosen.name, chosen.impl, f"{serves} {found.type}, {dtype}{layer}: {chosen.reason}")
 
 
 def choose_experts(
@@ -119,69 +106,44 @@ def choose_experts(
 
     ``precision`` is a preference: where "fp8" is not available the choice is that of "bf16", and the reason says why.
     """
-    if precision == "fp8":
-        why_not = why_not_fp8(device, dtype, widths)
-        if why_not is None:
-            name = "torch_fp8" if device.type == "cpu" else "hopper_fp8"
-            return Choice(name, backend_named(name), _WHY_FP8[name])
-        chosen = choose_experts(device, dtype, widths)
-        reason = f"not in FP8 ({why_not}): change that, or set precision='bf16'; {chosen.reason}"
-        return Choice(chosen.name, chosen.impl, reason)
-    chosen = _experts_on(device, dtype, None)
-    why_widths = None if chosen.name == "torch" else why_widths_unsupported(*widths)
-    return chosen if why_widths is None else _experts_on(device, dtype, why_widths)
+    chosen = _experts_on(device, dtype, precision, None)
+    if chosen.name == "torch":  # whatever the widths
+        return chosen
+    # Not the widths are a key, which may be symbolic, but what speaks against them.
+    whys = tuple([row.why_not_layer(dtype, *widths) for row in ROWS if row.precision == precision])
+    chosen = _experts_on(device, dtype, precision, whys)
+    if chosen.impl is not None:
+        return chosen
+    instead = choose_experts(device, dtype, widths)
+    reason = f"not in FP8 ({chosen.reason}): change that, or set precision='bf16'; {instead.reason}"
+    return Choice(instead.name, instead.impl, reason)
 
 
-def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Why no backend computes in FP8 here; None if one does. torch.compile can trace it, with symbolic widths."""
-    why = why_not_quantized(dtype, *widths)
-    if why is not None or device.type == "cpu":
-        return why
-    if dtype == torch.float32:
-        return f"FP8 kernels give bfloat16 and float16, not {dtype}"
-    if choose_experts(device, dtype, widths).name != "hopper":
-        return "the FP8 kernels are for Hopper alone, compute capability 9.0"
-    return None
+@constant_when_traced
+def _experts_on(device: torch.device, dtype: torch.dtype, precision: str, whys: Whys) -> Any:
+    return _known_experts_on(device, dtype, precision, whys)
+
+
+@cache  # every forward asks, and the answer queries the GPU
+def _known_experts_on(device: torch.device, dtype: torch.dtype, precision: str, whys: Whys) -> Choice[Backend | None]:
+    """By the first row of ``precision`` that serves; ``whys``: what speaks against the widths, of each of its rows, or
+    None where nothing does.
+
+    impl is None, with the reason of the precision's first row, where no row serves.
+    """
+    rows = [row for row in ROWS if row.precision == precision]
+    against = list[str]()
+    for row, why in zip(rows, whys or [None] * len(rows), strict=True):
+        found = row.why_not(device, dtype, why)
+        if found is None:
+            return Choice(row.name, backend_named(row.name), row.because or against[-1])
+        against.append(found)
+    return Choice("", None, against[0])
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
     """Why Triton kernels are not used for GEMMs in ``dtype``; None if they are."""
-    why = why_no_triton(device)
-    if why is not None:
-        return why
-    if dtype == torch.float64:
-        return f"no Triton kernel computes in {dtype}"
-    if dtype == torch.float32:
-        return "cuBLAS's fp32 products are faster; pass kernels='triton' where nothing may wait for the GPU"
-    return why_widths_unsupported(*widths)
-
-
-@constant_when_traced
-def _experts_on(device: torch.device, dtype: torch.dtype, why_widths: str | None) -> Choice[Backend]:
-    """``why_widths``: why the Triton kernels do not support the layer's widths. Other reasons take precedence."""
-    if why_widths is None:
-        return _known_experts_on(device, dtype)
-    return Choice("torch", backend_named("torch"), why_not_triton(device, dtype) or why_widths)
-
-
-@cache  # every forward asks, and the answer queries the GPU
-def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
-    why = why_not_triton(device, dtype)
-    if why is not None:
-        return Choice("torch", backend_named("torch"), why)
-    why = _why_not_hopper(device)
-    if why is not None:
-        return Choice("triton", backend_named("triton"), why)
-    return Choice("hopper", backend_named("hopper"), "the GPU has compute capability 9.0")
-
-
-def _why_not_hopper(device: torch.device) -> str | None:
-    """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
-    if not torch.cuda.is_available():
-        return "no GPU is here to ask"
-    from tilemoe.kernels.experts.hopper.serves import why_unsupported
-
-    return why_unsupported(device)
+    return table.why_not_triton(device, dtype, why_widths_unsupported(*widths))
 
 
 @constant_when_traced

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from tilemoe.checks import require_choice, require_finite, require_int, require_type, shown
 from tilemoe.dispatch.base import LocalDispatcher
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4, why_not_nf4
-from tilemoe.kernels.experts.formats.operand import Weight
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, Weight, quantize_nf4, why_not_nf4
 from tilemoe.layers.attention import Attention
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair

@@ -143,10 +143,10 @@ def moe_forward(
     else:
         a = backend.up_proj_act_inference(x, w1, b1, plan, spec)
         down_proj, slices = backend.down_proj_inference, inference_slices(shape)
-    w2 = backend.weight_operand(w2, 2)
+    weight = backend.weight_operand(w2, 2)
     o: Tensor | None = None
     for columns in slices:
-        y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)  # down_proj
+        y = down_proj(a, weight[:, columns], None if b2 is None else b2[:, columns], plan)  # down_proj
         if columns is slices[-1]:
             del a  # with a single slice, a is freed before o is allocated
         o = x.new_empty(x.shape) if o is None else o

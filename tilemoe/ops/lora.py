@@ -29,8 +29,7 @@ from tilemoe.kernels.experts.formats.dense import (
     is_column_major,
     row_blocks,
 )
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, why_not_nf4
-from tilemoe.kernels.experts.formats.operand import Weight
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, Weight, why_not_nf4
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs

@@ -16,8 +16,8 @@ from tilemoe.checks import require_bool, require_choice, shown
 from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS, SAVES, require_save
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
-from tilemoe.kernels.experts.formats.fp8 import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_of
 from tilemoe.ops import experts as expert_ops
 from tilemoe.plan import RoutingPlan
@@ -122,7 +122,7 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
             "leave kernels out"
         )
-    why = why_not_quantized(like.dtype, *widths) if precision == "fp8" else None
+    why = fp8.why_not(like.dtype, *widths) if precision == "fp8" else None
     if why is not None:
         raise ValueError(f"kernels={backend.name!r} cannot serve precision='fp8': {why}; leave one of them out")
     return backend
@@ -147,7 +147,7 @@ def check_options(
 def _check_fp8_save(dtype: torch.dtype, width: int) -> None:
     """ValueError if h (R_max, ``width``) of this dtype cannot be saved in FP8."""
     require_save("fp8", width)
-    why = why_not_quantized(dtype)
+    why = fp8.why_not(dtype)
     if why is not None:
         raise ValueError(f"save='fp8': {why}; use save='full', or another dtype")
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
-from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 
@@ -33,7 +33,8 @@ from tilemoe.shape import MoEShape
 class Backend(ABC):
     """One implementation of the eight kernels up_proj to combine_grad and of the bias gradients.
 
-    A backend is stateless: an instance stands for its class, and `register_backend` makes one. Subclass an existing one
+    A backend is an architecture, and its precision data: see `tilemoe.kernels.experts.table`. It is stateless: an
+    instance stands for its class, and `register_backend` makes one. Subclass an existing one
     and override what you do better. A method may refuse operands with a ValueError that names the fix.
 
     Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision quantises
@@ -70,7 +71,7 @@ class Backend(ABC):
         """dh (R_max, w) as `up_proj_dgrad` is to read it: made once, for all slices of d."""
         return rows
 
-    def weight_operand(self, weight: Tensor, contracted: int) -> GemmOperand:
+    def weight_operand(self, weight: Tensor, contracted: int) -> WeightOperand:
         """A weight (E, p, q) as `down_proj` or `up_proj_dgrad` is to read it, made once for all slices of d.
 
         The result is indexed as the weight would be. contracted: the dimension, 1 or 2, that the GEMM contracts.
@@ -89,8 +90,11 @@ class Backend(ABC):
         """up_proj where nothing will be differentiated: returns a (R_max, n) only, so that h need not be stored."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
 
-    def up_proj(self, x: Tensor, w1: GemmOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+    def up_proj(
+        self, x: Tensor, w1: WeightOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> Tensor:
         """up_proj's GEMM without the activation: h (R_max, w)."""
+        assert isinstance(w1, Tensor), "where `reads_nf4`, this method is overridden"
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
     def quantize_h(self, h: Tensor) -> Operand:
@@ -102,10 +106,10 @@ class Backend(ABC):
         return dense_rows(h)
 
     @abstractmethod
-    def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """down_proj: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) if w2 (E, c, n) and b2 (E, c) are a slice of d."""
 
-    def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """down_proj on `up_proj_act_inference`'s result: the two may have kernels of their own for few rows."""
         return self.down_proj(a, w2, b2, plan)
 
@@ -141,7 +145,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
         """up_proj_dgrad: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) if w1 (E, w, c) is a slice of d."""
 
     @abstractmethod

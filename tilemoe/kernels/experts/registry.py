@@ -8,18 +8,12 @@ from typing import Any
 
 from tilemoe.checks import shown
 from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.table import ROWS, Row
 from tilemoe.runtime.device import has_triton
 from tilemoe.runtime.tracing import constant_when_traced
 
-# Name -> class, or "module:Class" until it is imported. Only `register_backend` adds to it.
-_BACKENDS: dict[str, type[Backend] | str] = {
-    "torch": "tilemoe.kernels.experts.torch.backend:TorchBackend",
-    "torch_fp8": "tilemoe.kernels.experts.torch.fp8:TorchFp8Backend",
-    "hopper_fp8": "tilemoe.kernels.experts.hopper_fp8.backend:HopperFp8Backend",
-    "triton": "tilemoe.kernels.experts.triton.backend:TritonBackend",
-    "hopper": "tilemoe.kernels.experts.hopper.backend:HopperBackend",
-}
-_NEED_TRITON = ("triton", "hopper", "hopper_fp8")
+# Name -> class, or a row until it is imported. Only `register_backend` adds to it.
+_BACKENDS: dict[str, type[Backend] | Row] = {row.name: row for row in ROWS}
 
 
 def register_backend(name: str, cls: type[Backend]) -> None:
@@ -83,14 +77,24 @@ def check_kernels(kernels: Any) -> None:
 
 @cache
 def _made(name: str) -> Backend:
-    if name in _NEED_TRITON and not has_triton():
-        raise ValueError(f"kernels={name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
-    cls = _BACKENDS[name]
-    if isinstance(cls, str):
-        module, _, attribute = cls.partition(":")
-        cls = getattr(import_module(module), attribute)
-    made: Backend = cls()
-    return made
+    found = _BACKENDS[name]
+    return found() if isinstance(found, type) else class_of(found)()
+
+
+def class_of(row: Row) -> type[Backend]:
+    """The row's architecture, or of another precision a class that differs from it in the row's data alone.
+
+    A class, since what it says of itself is a constant to torch.compile, which an instance's attributes are not.
+    """
+    if row.needs_triton and not has_triton():
+        raise ValueError(f"kernels={row.name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
+    module, _, attribute = row.architecture.partition(":")
+    cls: type[Backend] = getattr(import_module(module), attribute)
+    if cls.name == row.name:
+        return cls
+    invariance = row.batch_invariance or cls.batch_invariance
+    data = {"name": row.name, "precision": row.precision, "batch_invariance": invariance}
+    return type(f"{attribute}:{row.name}", (cls,), data)
 
 
 def _check_name(name: Any) -> None:

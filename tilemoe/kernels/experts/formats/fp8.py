@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilemoe.config import FP8_BLOCK
+from tilemoe.config import FP8_BLOCK, quantizes_wgrad
 from tilemoe.kernels.experts.formats.dense import row_blocks
 from tilemoe.kernels.experts.formats.operand import Operand
+from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.precompile import withholds_values
 from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
@@ -93,7 +94,7 @@ def dense_rows(rows: Operand) -> Tensor:
     return values
 
 
-def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:
+def why_not(dtype: torch.dtype, *widths: int) -> str | None:
     """Why a layer of this dtype with these values of d and n cannot be computed in FP8; None if it can."""
     if dtype == torch.float64:
         return "fp64 is not quantised"
@@ -101,6 +102,36 @@ def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:
         if width % BLOCK:
             return f"{name} is not a multiple of {BLOCK}"
     return None
+
+
+def rows_for(gemm: str, rows: Tensor) -> Operand:
+    """x, a, do or dh as ``gemm`` reads it: with a scale for each 1 x 128 of a, for each row of the others."""
+    return quantize(rows, ROWS if gemm == "down_proj" else (1, rows.shape[1]))
+
+
+def weight_for(gemm: str, weight: Tensor) -> Operand:
+    """w1 or w2 as ``gemm`` reads it: with a scale for each 128 x 128 in down_proj, for each output column elsewhere."""
+    return quantize(weight, WEIGHTS if gemm == "down_proj" else weight_block(weight, 2 if gemm == "up_proj_act" else 1))
+
+
+def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+    """(x or do (T, p), dh or a_scaled (R_max, q)) as down_proj_wgrad and up_proj_wgrad multiply them: unchanged, or of
+    wide layers after quantising, in fp32.
+
+    A token's scale is not multiplied back into its row but into its rows of the other operand, which are quantised
+    after that, with one scale for each expert.
+    """
+    if not quantizes_wgrad(by_token.shape[1], by_row.shape[1]):
+        return by_token, by_row
+    tokens = quantize(by_token, (1, by_token.shape[1]))
+    rows = by_row.float() * tokens.scale.index_select(0, plan.token_of_row)
+    index = torch.arange(plan.capacity, dtype=torch.int32, device=rows.device)
+    rows[index >= plan.row_start_of_expert[-1]] = 0  # of no expert
+    expert = experts_of_rows(plan.row_start_of_expert, index).clamp(max=plan.num_experts - 1)
+    largest = rows.new_zeros(plan.num_experts).scatter_reduce_(0, expert, rows.abs().amax(1), "amax")
+    scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))[expert].unsqueeze(1)
+    data = (rows * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return tokens.data.float(), data.float() * scale
 
 
 def weight_block(weight: Tensor, contracted: int) -> tuple[int, int]:

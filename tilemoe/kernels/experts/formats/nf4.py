@@ -10,9 +10,12 @@ bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from tilemoe.kernels.experts.formats.operand import blocks_of
 
 BLOCK = 64
 # Quantiles of the normal distribution, bitsandbytes' numbers.
@@ -78,10 +81,7 @@ class Nf4Weight:
         return matrix if self.blocked == 2 else matrix.t()
 
 
-def blocks_of(part: slice, size: int) -> slice:
-    """``part``, in units of blocks of ``size``."""
-    start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
-    return slice(start, stop)
+Weight: TypeAlias = Tensor | Nf4Weight
 
 
 @torch.no_grad()

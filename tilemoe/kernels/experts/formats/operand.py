@@ -6,12 +6,12 @@ E experts · p, q an operand's last two dimensions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, blocks_of
+from tilemoe.plan import RoutingPlan
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,49 @@ class Operand:
         return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
 
 
-Weight: TypeAlias = Tensor | Nf4Weight
-# An operand that a backend has made for one of its own row GEMMs: a tensor, or an `Operand` where it quantises.
-GemmOperand = Any
+def blocks_of(part: slice, size: int) -> slice:
+    """``part``, in units of blocks of ``size``."""
+    start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
+    return slice(start, stop)
+
+
+class PackedWeight(Protocol):
+    """A frozen weight (E, p, q) stored in fewer bits than a GEMM multiplies: what each such format provides.
+
+    It is indexed and transposed like the tensor that it stands for, and can be multiplied in any dtype.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def transpose(self, first: int, second: int) -> PackedWeight:
+        """The last two dimensions exchanged."""
+
+    def __getitem__(self, parts: tuple[slice, ...]) -> PackedWeight:
+        """A slice for each leading dimension."""
+
+    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
+        """An expert's matrix (p, q), rounded once to ``dtype``."""
+
+
+GemmOperand: TypeAlias = Tensor | Operand  # rows that a GEMM reads
+WeightOperand: TypeAlias = Tensor | Operand | PackedWeight
+
+
+class Format(Protocol):
+    """The format of a backend's operands, a module of this folder: how it makes them for each GEMM, in PyTorch.
+
+    ``gemm``: one of `tilemoe.kernels.experts.triton.configs.KERNELS`.
+    """
+
+    def why_not(self, dtype: torch.dtype, *widths: int) -> str | None:
+        """Why operands of this dtype, of a layer with these d and n, cannot be made; None if they can."""
+
+    def rows_for(self, gemm: str, rows: Tensor) -> GemmOperand:
+        """x, a, do or dh as the GEMM reads it."""
+
+    def weight_for(self, gemm: str, weight: Tensor) -> GemmOperand:
+        """w1 or w2 as the GEMM reads it."""
+
+    def wgrad_operands(self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+        """x or do, and dh or a_scaled, as a weight gradient multiplies them."""

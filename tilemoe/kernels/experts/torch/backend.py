@@ -3,24 +3,32 @@
 Where a GEMM is a loop over experts its gather is done expert by expert; where it is `F.grouped_mm` the gathered operand
 is materialised, one transient (R_max, d) buffer at a time.
 
+In FP8 operands are quantised, dequantised, and multiplied in fp32: what the FP8 kernels compute, but for the order of
+sums, and no faster than the layer's own dtype. What of a layer is quantised: `kernels.experts.formats.fp8`; the bias
+gradients and b2's term of ds read operands unquantised.
+
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats import dense, fp8
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype, row_blocks
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
-from tilemoe.kernels.experts.formats.operand import Weight
+from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
+from tilemoe.kernels.experts.triton.configs import WITH_ACTIVATION, Kernel
 from tilemoe.plan import RoutingPlan
+
+_FORMATS: MappingProxyType[str, Format] = MappingProxyType({"bf16": dense, "fp8": fp8})  # by precision
 
 
 class TorchBackend(Backend):
@@ -30,24 +38,27 @@ class TorchBackend(Backend):
     nf4_batch_invariance = batch_invariance
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        return None if dtype in FLOAT_DTYPES else f"no kernel computes in {dtype}"
+        known = dtype in FLOAT_DTYPES
+        return _FORMATS[self.precision].why_not(dtype, *widths) if known else f"no kernel computes in {dtype}"
 
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
-        h = rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
+        h = self._times("up_proj_act", x, w1, b1, plan)
         a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
         for block in row_blocks(h):
             a[block] = activation_value(h[block], spec)
-        return a, h
+        return a.to(x.dtype), h.to(x.dtype)
 
-    def up_proj(self, x: Tensor, w1: Weight, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
-        if not isinstance(w1, Nf4Weight):
+    def up_proj(
+        self, x: Tensor, w1: WeightOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> Tensor:
+        if isinstance(w1, Tensor):
             return super().up_proj(x, w1, b1, plan, spec)
-        return rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
+        return self._times("up_proj_act", x, w1, b1, plan)
 
-    def down_proj(self, a: Tensor, w2: Weight, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
+    def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        return self._times("down_proj", a, w2, b2, plan).to(a.dtype)
 
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
         if plan.capacity == 0:
@@ -59,7 +70,7 @@ class TorchBackend(Backend):
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        da_unscaled = rows_times_experts(do, w2, None, plan, index=plan.token_of_row)
+        da_unscaled = self._times("down_proj_dgrad_dact", do, w2, None, plan)
         dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
         s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
         ds_row = s.new_empty(plan.capacity)
@@ -71,26 +82,21 @@ class TorchBackend(Backend):
             a_scaled[block] = a * s_row[block]
         if b2 is not None:
             ds_row += rows_dot_bias(do, b2, plan)
-        return dh, rows_to_pairs(ds_row, s, plan), a_scaled
+        return dh, rows_to_pairs(ds_row, s, plan), a_scaled.to(h.dtype)
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        if column_major:  # the transposed product, row-major
-            transposed = None if out is None else out.transpose(1, 2)
-            return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row, out=transposed).transpose(1, 2)
-        return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row, out=out)
+        return self._weight_grad(do, a_scaled, plan, column_major, out)
 
-    def up_proj_dgrad(self, dh: Tensor, w1: Weight, plan: RoutingPlan) -> Tensor:
-        return rows_times_experts(dh, w1, None, plan)
+    def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
+        return self._times("up_proj_dgrad", dh, w1, None, plan).to(dh.dtype)
 
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        if column_major:  # the transposed product, row-major
-            transposed = None if out is None else out.transpose(1, 2)
-            return outer_per_expert(x, dh, plan, left_index=plan.token_of_row, out=transposed).transpose(1, 2)
-        return outer_per_expert(dh, x, plan, right_index=plan.token_of_row, out=out)
+        transposed = None if out is None else out.transpose(1, 2)
+        return self._weight_grad(x, dh, plan, not column_major, transposed).transpose(1, 2)
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
         ones = dx_rows.new_ones(plan.capacity, dtype=compute_dtype(dx_rows.dtype))
@@ -112,6 +118,31 @@ class TorchBackend(Backend):
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
         rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R, so rows past it are in no segment
         return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
+
+    def _weight_grad(
+        self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan, column_major: bool, out: Tensor | None
+    ) -> Tensor:
+        """(E, p, q) of by_token (T, p), gathered, and by_row (R_max, q), or ``out`` after it was added to."""
+        left, right = _FORMATS[self.precision].wgrad_operands(by_token, by_row, plan)
+        if column_major:  # the transposed product, row-major
+            to = None if out is None else out.transpose(1, 2)
+            grad = outer_per_expert(right, left, plan, right_index=plan.token_of_row, out=to).transpose(1, 2)
+        else:
+            grad = outer_per_expert(left, right, plan, left_index=plan.token_of_row, out=out)
+        return grad if out is not None else grad.to(by_token.dtype)
+
+    def _times(
+        self, gemm: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
+    ) -> Tensor:
+        """Rows times their expert's weight, as stored, plus bias: (R_max, q) in the dtype that is multiplied in."""
+        of = _FORMATS[self.precision]
+        rows = of.rows_for(gemm, rows) if isinstance(rows, Tensor) else rows
+        rows = rows if isinstance(rows, Tensor) else rows.dense(torch.float32)
+        weight = of.weight_for(gemm, weight) if isinstance(weight, Tensor) else weight
+        weight = weight.dense(rows.dtype) if isinstance(weight, Operand) else weight
+        index = plan.token_of_row if gemm in WITH_ACTIVATION else None  # x and do are gathered
+        matrices = weight.transpose(1, 2) if gemm in ("up_proj_act", "down_proj") else weight
+        return rows_times_experts(rows, matrices, None if bias is None else bias.to(rows.dtype), plan, index)
 
 
 def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Tensor) -> None:

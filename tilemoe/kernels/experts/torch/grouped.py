@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
-from tilemoe.kernels.experts.formats.operand import Weight
+from tilemoe.kernels.experts.formats.operand import PackedWeight
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.device import has_fast_gemm
 
@@ -31,14 +30,14 @@ _ALIGNMENT = 16  # bytes: what grouped_mm asks of the leading stride and of the 
 
 
 def rows_times_experts(
-    rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan, index: Tensor | None = None
+    rows: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, plan: RoutingPlan, index: Tensor | None = None
 ) -> Tensor:
     """``rows_r @ weight_e (+ bias_e)`` for each row r of expert e: (R_max, q).
 
     rows (R_max, p) sorted by expert, or with index (R_max) any rows, row r being ``rows[index[r]]``; weight (E, p, q)
-    of any strides, or in NF4; bias (E, q). Rows past R are left unspecified.
+    of any strides, or packed; bias (E, q). Rows past R are left unspecified.
     """
-    if not isinstance(weight, Nf4Weight) and _is_groupable(rows) and _is_groupable(weight):
+    if isinstance(weight, Tensor) and _is_groupable(rows) and _is_groupable(weight):
         # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
         gathered = rows if index is None else rows.index_select(0, index)
         out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
@@ -50,7 +49,7 @@ def rows_times_experts(
             # The padding rows' results are overwritten by the next experts, or lie past R.
             span = _widened(span, plan)
         rows_e = rows[span] if index is None else rows.index_select(0, index[span])
-        matrix = weight.expert(expert, rows.dtype) if isinstance(weight, Nf4Weight) else weight[expert]
+        matrix = weight[expert] if isinstance(weight, Tensor) else weight.expert(expert, rows.dtype)
         _multiply(rows_e.to(work), matrix.to(work), None if bias is None else bias[expert], out[span])
     return out
 

@@ -15,7 +15,7 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import empty_weight_grad
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
-from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, Weight
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
@@ -26,6 +26,7 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, why_no_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DENSE = "the portable kernels read dense rows, and weights that are dense or in NF4"
 
 
 class TritonBackend(Backend):
@@ -45,7 +46,7 @@ class TritonBackend(Backend):
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> GemmOperand:
-        block_m = small_m(plan.capacity, plan.num_experts)
+        block_m = self._small_m(plan)
         if block_m is None or plan.capacity == 0:
             return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
         device = _check(x, x.shape[1], w1.shape[1] // spec.width_factor)
@@ -53,7 +54,9 @@ class TritonBackend(Backend):
         launch.run()
         return a
 
-    def up_proj(self, x: Tensor, w1: Weight, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+    def up_proj(
+        self, x: Tensor, w1: WeightOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> Tensor:
         if not isinstance(w1, Nf4Weight):
             return super().up_proj(x, w1, b1, plan, spec)
         return _times_nf4(aligned_rows(x), plan.token_of_row, w1.transpose(1, 2), b1, plan)
@@ -67,13 +70,16 @@ class TritonBackend(Backend):
     def dequantize_h(self, h: Operand) -> Tensor:
         return dequantized_rows(h)
 
-    def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        assert not isinstance(w2, Operand), _DENSE
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
 
-    def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        block_m = small_m(plan.capacity, plan.num_experts)
+    def down_proj_inference(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        block_m = self._small_m(plan)
         if block_m is None or plan.capacity == 0:
             return self.down_proj(a, w2, b2, plan)
+        assert isinstance(a, Tensor), _DENSE
+        assert isinstance(w2, Tensor), _DENSE
         device = _check(a, *w2.shape[1:])
         launch, y = small_m_kernels.down_proj_launch(a.contiguous(), w2, b2, plan, block_m, device)
         launch.run()
@@ -102,7 +108,7 @@ class TritonBackend(Backend):
         self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan, adds=out is not None)
         return dw2
 
-    def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
         return self._rows("up_proj_dgrad", dh, w1, None, plan)
 
     def up_proj_wgrad(
@@ -128,10 +134,18 @@ class TritonBackend(Backend):
     def up_proj_wgrad_bias_grad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if x.dtype == torch.float32:  # the tensor cores would round dh to tf32
+        if not self._sums_beside_grad(x, dh):
             return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
         db1 = dh.new_empty(plan.num_experts, dh.shape[1], dtype=torch.float32)
         return self._up_proj_wgrad(x, dh, plan, column_major, out, db1), db1
+
+    def _small_m(self, plan: RoutingPlan) -> int | None:
+        """The tile height of inference with few rows; None: as in training."""
+        return small_m(plan.capacity, plan.num_experts)
+
+    def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
+        """Whether up_proj_wgrad's kernel may sum dh, too: not in fp32, which tensor cores would round to tf32."""
+        return x.dtype != torch.float32
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
@@ -146,11 +160,15 @@ class TritonBackend(Backend):
         launch.run()
         return a, h
 
-    def _rows(self, kernel: Kernel, rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def _rows(
+        self, kernel: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
+    ) -> Tensor:
         """down_proj and up_proj_dgrad: rows (R_max, in) times their expert's weight (E, in, out), plus bias (E,
         out)."""
+        assert isinstance(rows, Tensor), _DENSE
         if isinstance(weight, Nf4Weight):
             return _times_nf4(rows.contiguous(), None, weight, bias, plan)
+        assert isinstance(weight, Tensor), _DENSE
         device = _check(rows, *weight.shape[1:])
         if plan.capacity == 0:
             return rows.new_empty(0, weight.shape[2])

@@ -1,0 +1,127 @@
+"""Which backend computes a layer's experts, and why: a row for each architecture and precision.
+
+`tilemoe.kernels.choose.choose_experts` takes the first row of a precision that nothing speaks against.
+
+d hidden_size · n intermediate_size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from tilemoe.kernels.experts.formats import fp8
+from tilemoe.kernels.experts.triton.configs import why_unsupported as why_not_of_widths
+from tilemoe.runtime.device import why_no_triton
+
+WhyNot: TypeAlias = str | None  # what speaks against a row, in a few words
+
+
+class Row(NamedTuple):
+    """A backend of the package.
+
+    name: what ``kernels=`` takes. architecture: "module:Class", imported once it is used. serves: begins the reason.
+    because: why it is taken; None: because of what speaks against the row before.
+    why_not_layer: ``(dtype, d, n)``, or only a dtype; torch.compile traces it.
+    why_not: ``(device, dtype, why_not_layer's answer)``, its own reasons and that one in the order they are said in.
+    batch_invariance: where the architecture's own is not meant.
+    """
+
+    name: str
+    architecture: str
+    precision: str
+    serves: str
+    because: str | None
+    why_not_layer: Callable[..., WhyNot]
+    why_not: Callable[[torch.device, torch.dtype, WhyNot], WhyNot]
+    batch_invariance: str | None = None
+
+    @property
+    def needs_triton(self) -> bool:
+        return ".torch." not in self.architecture
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype, why: WhyNot = None) -> WhyNot:
+    """Why Triton kernels are not used for GEMMs in ``dtype``; ``why``: what speaks against the widths."""
+    if (found := why_no_triton(device)) is not None:
+        return found
+    if dtype == torch.float64:
+        return f"no Triton kernel computes in {dtype}"
+    if dtype == torch.float32:
+        return "cuBLAS's fp32 products are faster; pass kernels='triton' where nothing may wait for the GPU"
+    return why
+
+
+def _why_not_hopper(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
+    return why_not_triton(device, dtype, why) or why_not_hopper_gpu(device)
+
+
+def why_not_hopper_gpu(device: torch.device) -> WhyNot:
+    """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
+    if not torch.cuda.is_available():
+        return "no GPU is here to ask"
+    from tilemoe.kernels.experts.hopper.serves import why_unsupported
+
+    return why_unsupported(device)
+
+
+def _why_not_hopper_fp8(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
+    if why is None and dtype == torch.float32:
+        return f"FP8 kernels give bfloat16 and float16, not {dtype}"
+    if why is None and _why_not_hopper(device, dtype, None) is not None:
+        return "the FP8 kernels are for Hopper alone, compute capability 9.0"
+    return why
+
+
+def _why_not_emulated(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
+    return "PyTorch only emulates FP8, which is for tests on a CPU" if why is None and device.type != "cpu" else why
+
+
+def _nothing(*given: object) -> None:
+    return None
+
+
+def _why_not_widths(dtype: torch.dtype, *widths: int) -> WhyNot:
+    return why_not_of_widths(*widths)
+
+
+_HOME = "tilemoe.kernels.experts"
+TORCH, TRITON, HOPPER = (
+    f"{_HOME}.torch.backend:TorchBackend",
+    f"{_HOME}.triton.backend:TritonBackend",
+    f"{_HOME}.hopper.backend:HopperBackend",
+)
+ROWS = (
+    Row(
+        "hopper",
+        HOPPER,
+        "bf16",
+        "warp-specialised kernels serve",
+        "the GPU has compute capability 9.0",
+        _why_not_widths,
+        _why_not_hopper,
+    ),
+    Row("triton", TRITON, "bf16", "Triton kernels serve", None, _why_not_widths, why_not_triton),
+    Row("torch", TORCH, "bf16", "plain PyTorch runs on any device, for", None, _nothing, _nothing),
+    Row(
+        "hopper_fp8",
+        HOPPER,
+        "fp8",
+        "warp-specialised kernels with FP8 operands serve",
+        "FP8 is asked for, and the GPU has compute capability 9.0",
+        fp8.why_not,
+        _why_not_hopper_fp8,
+        batch_invariance="yes on an H100, bf16",
+    ),
+    Row(
+        "torch_fp8",
+        TORCH,
+        "fp8",
+        "plain PyTorch with FP8 operands serves",
+        "FP8 is asked for; on a CPU it is emulated, not faster",
+        fp8.why_not,
+        _why_not_emulated,
+    ),
+)
