@@ -165,6 +165,7 @@ def test_limit_and_alpha_reach_the_kernels(venue: Venue) -> None:
     plan, spec = plan_named("random"), activation_spec("swiglu_oai", "concatenated", 0.5, 0.9)
     given = make_inputs(plan, 16, 24, "swiglu_oai")
     a, h = venue.backend.up_proj_act(given["x"], given["w1"], None, plan, spec)
+    assert isinstance(a, Tensor)
     num_rows = int(plan.row_start_of_expert[-1])
     gate, up = h[:num_rows, :24].clamp(max=0.5), h[:num_rows, 24:].clamp(-0.5, 0.5)
     torch.testing.assert_close(a[:num_rows], gate * torch.sigmoid(0.9 * gate) * (up + 1), rtol=1e-5, atol=1e-5)
@@ -190,6 +191,7 @@ def test_weights_of_any_strides_and_gathered_rows_of_any_stride(few: bool, venue
             if few
             else venue.backend.up_proj_act(x, w1, None, plan, spec)[0]
         )
+        assert isinstance(found, Tensor)
         return found[:num_rows]
 
     expected = run(x, w1)

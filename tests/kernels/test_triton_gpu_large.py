@@ -105,6 +105,7 @@ def test_rows_and_tokens_beyond_32_bits(kernels: Backend) -> None:
     some_token = torch.cat([token[:100], torch.arange(T - 3, T, device="cuda")])
 
     a, h = kernels.up_proj_act(x, w1, None, plan, spec)
+    assert isinstance(a, Tensor)
     assert_written(a, h)
     assert_close(h[row], times_weight(x[token], w1.transpose(1, 2), expert))
     gate, up = h[row].float().chunk(2, dim=1)
@@ -118,6 +119,7 @@ def test_rows_and_tokens_beyond_32_bits(kernels: Backend) -> None:
     assert_written(o)
     assert_close(o[some_token], (y[rows_of_token].float() * s.view(T, K)[some_token][..., None]).sum(1))
     fresh = kernels.up_proj_act_inference(x, w1, None, plan, spec)
+    assert isinstance(fresh, Tensor)
     assert_close(y[row], times_weight(fresh[row], w2.transpose(1, 2), expert))
     del y, o, fresh
 
@@ -185,6 +187,7 @@ def test_weights_beyond_32_bits(kernels: Backend) -> None:
     expert = torch.bucketize(row, plan.row_start_of_expert[1:].long(), right=True)
     token = plan.token_of_row[row].long()
     a, h = kernels.up_proj_act(x, w1, None, plan, spec)
+    assert isinstance(a, Tensor)
     assert_close(h[row], times_weight(x[token], w1.transpose(1, 2), expert))
     assert_close(kernels.down_proj(a, w2, None, plan)[row], times_weight(a[row], w2.transpose(1, 2), expert))
     assert_close(kernels.up_proj_dgrad(h, w1, plan)[row], times_weight(h[row], w1, expert))

@@ -264,6 +264,8 @@ def assert_inference_agrees(kernels: Backend, plan: RoutingPlan, case: Case, tol
     a = kernels.up_proj_act_inference(x, w1, b1, plan, spec)
     y = kernels.down_proj_inference(a, w2, b2, plan)
     exact_a = TorchBackend().up_proj_act_inference(x.double(), w1.double(), _double(b1), plan, spec)
+    assert isinstance(a, Tensor)
+    assert isinstance(exact_a, Tensor)
     exact_y = TorchBackend().down_proj(a.double(), w2.double(), _double(b2), plan)
     num_rows = int(plan.row_start_of_expert[-1])
     for name, actual, exact in (("a", a, exact_a), ("y", y, exact_y)):
