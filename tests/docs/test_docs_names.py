@@ -72,6 +72,13 @@ def test_every_name_is_there(page: Path) -> None:
     assert [one for one in gone if one] == []
 
 
+def test_the_page_of_architecture_says_where_to_add() -> None:
+    seams = prose(ROOT / "docs" / "architecture.md").split("## Seams")[1].split("## ")[0]
+    for what in ("a format of operands", "an architecture", "an epilogue", "a data source", "an optimiser"):
+        (row,) = (line for line in seams.splitlines() if line.startswith(f"| {what} |"))
+        assert [name for path, name in NAME.findall(row) if missing(path, name) is None], what
+
+
 @pytest.mark.parametrize("page", PAGES + HISTORY, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(prose(page)) if "://" not in link]
