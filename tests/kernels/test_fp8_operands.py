@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def by_torch(weight: Tensor, block: tuple[int, int]) -> Operand:
         found.append(("blocks" if block == WEIGHTS else "rows", 2 if block == WEIGHTS or block[0] == 1 else 1))
         if block[1] == 1:  # contiguous along the lines
-            return quantize(weight.detach().transpose(1, 2), block[::-1]).transposed()
+            return quantize(weight.detach().transpose(1, 2), block[::-1]).transpose(1, 2)
         return quantize(weight.detach(), block)
 
     monkeypatch.setattr(by_triton, "quantized_weight", by_torch)
@@ -62,7 +62,7 @@ def test_a_weight_is_quantised_once_for_each_use(launched: Launched) -> None:
     assert is_same(row_weight(weight, 1), second)
     assert is_same(block_weight(weight), third)
     assert len(launched) == 3
-    assert [scales_of(operand) for operand in (first, second.transposed(), third)] == ["rows", "rows", "blocks"]
+    assert [scales_of(operand) for operand in (first, second.transpose(1, 2), third)] == ["rows", "rows", "blocks"]
     assert first.data.is_contiguous()
     assert second.data.transpose(1, 2).is_contiguous()
     assert third.data.is_contiguous()

@@ -178,7 +178,7 @@ def test_an_operand_is_its_data_times_its_scales() -> None:
     dense = operand.dense(torch.float64)
     for e, i, j in itertools.product(range(2), range(5), range(7)):
         assert dense[e, i, j] == data[e, i, j] * scale[e, i // 2, j // 3]
-    assert_equal(operand.transposed().dense(torch.float64), dense.transpose(1, 2))
+    assert_equal(operand.transpose(1, 2).dense(torch.float64), dense.transpose(1, 2))
     for parts in ((slice(1, 2),), (slice(None), slice(2, 5)), (slice(None), slice(None), slice(3, 6))):
         assert_equal(operand[parts].dense(torch.float64), dense[parts])
     with pytest.raises(AssertionError, match="a scale for each block"):

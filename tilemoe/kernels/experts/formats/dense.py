@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilemoe.plan import RoutingPlan
-
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that a layer may have
 _BLOCK_BYTES = 1 << 20  # a block of fp32 rows and its temporaries stay in a core's cache
 
@@ -41,19 +39,3 @@ def row_blocks(rows: Tensor) -> list[slice]:
     if rows.device.type != "cpu" or torch.compiler.is_compiling() or count <= step:
         return [slice(0, count)]  # traced, a loop would tie the graph to this number of rows
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def why_not(dtype: torch.dtype, *widths: int) -> str | None:
-    return None
-
-
-def rows_for(gemm: str, rows: Tensor) -> Tensor:
-    return rows
-
-
-def weight_for(gemm: str, weight: Tensor) -> Tensor:
-    return weight
-
-
-def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
-    return by_token, by_row

@@ -38,8 +38,9 @@ class Operand:
         blocks = tuple(blocks_of(part, size) for part, size in zip(parts, sizes, strict=False))
         return Operand(self.data[parts], self.scale[blocks], self.block, self.dtype)
 
-    def transposed(self) -> Operand:
-        """The last two dimensions exchanged."""
+    def transpose(self, first: int, second: int) -> Operand:
+        """The last two dimensions exchanged, of three."""
+        assert {first, second} == {1, 2}, "experts stay first"
         return Operand(self.data.transpose(-2, -1), self.scale.transpose(-2, -1), self.block[::-1], self.dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -79,7 +80,7 @@ WeightOperand: TypeAlias = Tensor | Operand | PackedWeight
 
 
 class Format(Protocol):
-    """The format of a backend's operands, a module of this folder: how it makes them for each GEMM, in PyTorch.
+    """A format that tensors are quantised to for a GEMM, a module of this folder: how, for each GEMM, in PyTorch.
 
     ``gemm``: one of `tilemoe.kernels.experts.triton.configs.KERNELS`.
     """
@@ -87,10 +88,10 @@ class Format(Protocol):
     def why_not(self, dtype: torch.dtype, *widths: int) -> str | None:
         """Why operands of this dtype, of a layer with these d and n, cannot be made; None if they can."""
 
-    def rows_for(self, gemm: str, rows: Tensor) -> GemmOperand:
+    def rows_for(self, gemm: str, rows: Tensor) -> Operand:
         """x, a, do or dh as the GEMM reads it."""
 
-    def weight_for(self, gemm: str, weight: Tensor) -> GemmOperand:
+    def weight_for(self, gemm: str, weight: Tensor) -> Operand:
         """w1 or w2 as the GEMM reads it."""
 
     def wgrad_operands(self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:

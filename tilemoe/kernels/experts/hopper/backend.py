@@ -36,7 +36,6 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
 DTYPES = (torch.bfloat16, torch.float16)
-_NOT_NF4 = "weights in NF4 are for precision bf16"
 
 
 class HopperBackend(TritonBackend):
@@ -57,20 +56,6 @@ class HopperBackend(TritonBackend):
         if not self._is_fp8:
             return weight
         return block_weight(weight) if contracted == 2 else row_weight(weight, 1)
-
-    def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        if not self._is_fp8:
-            return super().down_proj(a, w2, b2, plan)
-        assert isinstance(w2, Tensor | Operand), _NOT_NF4
-        rows = a if isinstance(a, Operand) else quantized_blocks(a.contiguous(), fp8.BLOCK)
-        return self._rows("down_proj", rows, block_weight(w2).transposed(), b2, plan)
-
-    def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
-        if not self._is_fp8:
-            return super().up_proj_dgrad(dh, w1, plan)
-        assert isinstance(w1, Tensor | Operand), _NOT_NF4
-        rows = dh if isinstance(dh, Operand) else quantized_rows(dh.contiguous())
-        return self._rows("up_proj_dgrad", rows, row_weight(w1, 1), None, plan)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -136,8 +121,8 @@ class HopperBackend(TritonBackend):
         self, kernel: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
     ) -> Tensor:
         device: Device | None
-        if isinstance(weight, Operand):
-            assert isinstance(rows, Operand), "both operands are quantised, or neither"
+        if self._is_fp8:
+            rows, weight = _quantized(kernel, rows, weight)
             assert rows.block[1] == weight.block[0], "as many scales along the contraction"
             if plan.capacity == 0:
                 return weight.scale.new_empty(0, weight.data.shape[2], dtype=weight.dtype)
@@ -190,6 +175,16 @@ def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, widt
     if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
         return None
     return device if is_faster(kernel, width_in, width_out) else None
+
+
+def _quantized(kernel: Kernel, rows: GemmOperand, weight: WeightOperand) -> tuple[Operand, Operand]:
+    """Rows (R_max, p) and weight (E, p, q) of down_proj and up_proj_dgrad, contiguous along p."""
+    assert isinstance(weight, Tensor | Operand), "weights in NF4 are for precision bf16"
+    if kernel == "down_proj":
+        rows = rows if isinstance(rows, Operand) else quantized_blocks(rows.contiguous(), fp8.BLOCK)
+        return rows, block_weight(weight.transpose(1, 2)).transpose(1, 2)
+    rows = rows if isinstance(rows, Operand) else quantized_rows(rows.contiguous())
+    return rows, row_weight(weight, 1)
 
 
 def _fp8_device(rows: Tensor) -> Device:

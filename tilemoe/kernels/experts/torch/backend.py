@@ -20,15 +20,17 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
-from tilemoe.kernels.experts.formats import dense, fp8
+from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype, row_blocks
 from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
-from tilemoe.kernels.experts.triton.configs import WITH_ACTIVATION, Kernel
+from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.plan import RoutingPlan
 
-_FORMATS: MappingProxyType[str, Format] = MappingProxyType({"bf16": dense, "fp8": fp8})  # by precision
+# By precision; operands of one that is not here are read as they are. No function stands for that: a call costs time.
+_FORMATS: MappingProxyType[str, Format] = MappingProxyType({"fp8": fp8})
+_AS_GIVEN = "in this precision operands are tensors, and frozen weights may be packed"
 
 
 class TorchBackend(Backend):
@@ -38,13 +40,17 @@ class TorchBackend(Backend):
     nf4_batch_invariance = batch_invariance
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        known = dtype in FLOAT_DTYPES
-        return _FORMATS[self.precision].why_not(dtype, *widths) if known else f"no kernel computes in {dtype}"
+        if dtype not in FLOAT_DTYPES:
+            return f"no kernel computes in {dtype}"
+        return _FORMATS[self.precision].why_not(dtype, *widths) if self.precision in _FORMATS else None
 
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
-        h = self._times("up_proj_act", x, w1, b1, plan)
+        rows, weight, bias = x, w1, b1
+        if self.precision in _FORMATS:
+            rows, weight, bias = self._read("up_proj_act", x, w1, b1)
+        h = rows_times_experts(rows, weight.transpose(1, 2), bias, plan, index=plan.token_of_row)
         a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
         for block in row_blocks(h):
             a[block] = activation_value(h[block], spec)
@@ -55,10 +61,16 @@ class TorchBackend(Backend):
     ) -> Tensor:
         if isinstance(w1, Tensor):
             return super().up_proj(x, w1, b1, plan, spec)
-        return self._times("up_proj_act", x, w1, b1, plan)
+        assert not isinstance(w1, Operand), _AS_GIVEN
+        return rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
 
     def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        return self._times("down_proj", a, w2, b2, plan).to(a.dtype)
+        if self.precision in _FORMATS:
+            rows, weight, bias = self._read("down_proj", a, w2, b2)
+            return rows_times_experts(rows, weight.transpose(1, 2), bias, plan).to(a.dtype)
+        assert isinstance(a, Tensor), _AS_GIVEN
+        assert not isinstance(w2, Operand), _AS_GIVEN
+        return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
 
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
         if plan.capacity == 0:
@@ -70,7 +82,10 @@ class TorchBackend(Backend):
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        da_unscaled = self._times("down_proj_dgrad_dact", do, w2, None, plan)
+        rows, weight = do, w2
+        if self.precision in _FORMATS:
+            rows, weight, _ = self._read("down_proj_dgrad_dact", do, w2, None)
+        da_unscaled = rows_times_experts(rows, weight, None, plan, index=plan.token_of_row)
         dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
         s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
         ds_row = s.new_empty(plan.capacity)
@@ -90,7 +105,12 @@ class TorchBackend(Backend):
         return self._weight_grad(do, a_scaled, plan, column_major, out)
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
-        return self._times("up_proj_dgrad", dh, w1, None, plan).to(dh.dtype)
+        if self.precision in _FORMATS:
+            rows, weight, _ = self._read("up_proj_dgrad", dh, w1, None)
+            return rows_times_experts(rows, weight, None, plan).to(dh.dtype)
+        assert isinstance(dh, Tensor), _AS_GIVEN
+        assert not isinstance(w1, Operand), _AS_GIVEN
+        return rows_times_experts(dh, w1, None, plan)
 
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
@@ -123,7 +143,9 @@ class TorchBackend(Backend):
         self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan, column_major: bool, out: Tensor | None
     ) -> Tensor:
         """(E, p, q) of by_token (T, p), gathered, and by_row (R_max, q), or ``out`` after it was added to."""
-        left, right = _FORMATS[self.precision].wgrad_operands(by_token, by_row, plan)
+        left, right = by_token, by_row
+        if self.precision in _FORMATS:
+            left, right = _FORMATS[self.precision].wgrad_operands(by_token, by_row, plan)
         if column_major:  # the transposed product, row-major
             to = None if out is None else out.transpose(1, 2)
             grad = outer_per_expert(right, left, plan, right_index=plan.token_of_row, out=to).transpose(1, 2)
@@ -131,18 +153,15 @@ class TorchBackend(Backend):
             grad = outer_per_expert(left, right, plan, left_index=plan.token_of_row, out=out)
         return grad if out is not None else grad.to(by_token.dtype)
 
-    def _times(
-        self, gemm: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
-    ) -> Tensor:
-        """Rows times their expert's weight, as stored, plus bias: (R_max, q) in the dtype that is multiplied in."""
+    def _read(
+        self, gemm: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the GEMM multiplies and adds, in fp32: operands in the precision's format, made dense."""
         of = _FORMATS[self.precision]
+        assert isinstance(weight, Tensor | Operand), "weights in NF4 are for precision bf16"
         rows = of.rows_for(gemm, rows) if isinstance(rows, Tensor) else rows
-        rows = rows if isinstance(rows, Tensor) else rows.dense(torch.float32)
         weight = of.weight_for(gemm, weight) if isinstance(weight, Tensor) else weight
-        weight = weight.dense(rows.dtype) if isinstance(weight, Operand) else weight
-        index = plan.token_of_row if gemm in WITH_ACTIVATION else None  # x and do are gathered
-        matrices = weight.transpose(1, 2) if gemm in ("up_proj_act", "down_proj") else weight
-        return rows_times_experts(rows, matrices, None if bias is None else bias.to(rows.dtype), plan, index)
+        return rows.dense(torch.float32), weight.dense(torch.float32), None if bias is None else bias.float()
 
 
 def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Tensor) -> None:

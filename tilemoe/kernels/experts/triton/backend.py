@@ -71,7 +71,6 @@ class TritonBackend(Backend):
         return dequantized_rows(h)
 
     def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        assert not isinstance(w2, Operand), _DENSE
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
 
     def down_proj_inference(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:

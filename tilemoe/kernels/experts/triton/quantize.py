@@ -89,7 +89,7 @@ def quantized_weight(weight: Tensor, block: tuple[int, int]) -> Operand:
         launch, operand = row_weight_launch(weight)
     else:
         launch, transposed = row_weight_launch(weight.transpose(1, 2))
-        operand = transposed.transposed()
+        operand = transposed.transpose(1, 2)
     launch.run()
     return operand
 
