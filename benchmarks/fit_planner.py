@@ -68,7 +68,7 @@ def fp8_wgrads() -> dict[tuple[str, str], tuple[MoEShape, float]]:
     for row in record.rows("kernel_variants"):
         if row["what"] == "FP8 weight gradients" and "H200" in row["gpu"]:
             shape = MoEShape(**{field.name: row[field.name] for field in fields(MoEShape)})
-            for step, name in (("down_proj_wgrad", "down_proj_wgrad fp8"), ("up_proj_wgrad", "up_proj_wgrad fp8")):
+            for step, name in (("down_proj_wgrad", "B2 fp8"), ("up_proj_wgrad", "B4 fp8")):  # as the rows name them
                 if is_in_fp8(step, shape):
                     found[row["case"], step] = shape, row["ms"][name]
     return found

@@ -285,7 +285,7 @@ def test_the_first_process_verifies_after_all_have_looked_whether_it_fits(
     alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
     assert isinstance(train(alone), RunResult)
     run, path = recipe.train.out_dir, str(written(recipe, tmp_path))
-    monkeypatch.setattr(checkpoints, "_require_files", lambda *_: pytest.fail("verified before"))
+    monkeypatch.setattr(checkpoints, "require_files", lambda *_: pytest.fail("verified before"))
     monkeypatch.setattr("time.sleep", lambda _: None)
     for rank in ("0", "1"):
         for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
