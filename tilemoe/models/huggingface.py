@@ -184,10 +184,10 @@ def load_hf(
 def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype | None) -> DecoderLM:
     """`load_hf` of a folder, without its warnings and unchecked."""
     config = read_config(path)
-    require_weights(path, config)
-    model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
-    parameters = model.state_dict()
     with _opened(path) as file_of, torch.no_grad():
+        _require_shapes(config, file_of)
+        model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
+        parameters = model.state_dict()
         for piece, tensor in _matched(config, file_of, lambda name: _finite(name, file_of[name].get_tensor(name))):
             piece.of_ours(parameters[piece.ours]).copy_(tensor)
     return model
@@ -196,9 +196,13 @@ def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype
 def require_weights(folder: Path, config: ModelConfig) -> None:
     """ValueError, as `_matched`, by the files' headers alone: before memory of the sizes that config.json claims."""
     with _opened(folder) as file_of:
-        shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
-        for _ in _matched(config, shapes, lambda name: torch.empty(shapes[name], device="meta")):
-            pass
+        _require_shapes(config, file_of)
+
+
+def _require_shapes(config: ModelConfig, file_of: dict[str, Any]) -> None:
+    shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
+    for _ in _matched(config, shapes, lambda name: torch.empty(shapes[name], device="meta")):
+        pass
 
 
 def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -207,10 +211,10 @@ def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, T
     Raises:
         ValueError: as `_matched`, or a file is missing or damaged.
     """
-    require_weights(folder, config)
-    shapes = _meta_state(config)
     name, whole = "", torch.empty(0)
     with _opened(folder) as file_of:
+        _require_shapes(config, file_of)
+        shapes = _meta_state(config)
         for piece, tensor in _matched(config, file_of, lambda name: _finite(name, file_of[name].get_tensor(name))):
             if piece.ours != name:  # the pieces of a parameter are consecutive
                 if name:
