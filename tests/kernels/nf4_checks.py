@@ -48,7 +48,7 @@ def gradients(layer: MoE, x: Tensor, expert_ids: Tensor | None, do: Tensor) -> d
 
 
 def errors_of(layer: MoE, tokens: int) -> dict[str, float]:
-    """RMS-relative, against fp64, of inputs that nobody has seen before."""
+    """RMS-relative, against fp64, of inputs drawn anew."""
     like, d = layer.get_parameter("router.weight"), layer.cfg.hidden_size
     generator = torch.Generator(like.device)
     generator.seed()

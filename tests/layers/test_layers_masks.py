@@ -27,7 +27,7 @@ class TwoLayers(torch.nn.Module):
         return self.down(self.up(x).tanh())
 
 
-@pytest.mark.parametrize("left_over", [float("nan"), float("inf"), 3e38])  # in memory that nobody wrote to
+@pytest.mark.parametrize("left_over", [float("nan"), float("inf"), 3e38])  # in memory that was not written
 @pytest.mark.parametrize(
     "options",
     [

@@ -124,7 +124,7 @@ def test_a_coefficient_that_config_json_lacks_is_the_classs(family: str) -> None
     assert (moe.router.aux_loss_coef, moe.router.add_aux_loss) == (default, False)
     off = config_from_hf({**data, "router_aux_loss_coef": 0.0}).moe
     assert off is not None
-    assert off.router.add_aux_loss  # so that whoever gives a coefficient has the loss
+    assert off.router.add_aux_loss  # a coefficient given later adds the loss
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_settings_that_change_what_is_computed_are_found(export: Path, reader: s
         (export / "config.json").write_text(json.dumps(settings | {name: value}, indent=2) + "\n")
         with raises_one_line("config.json "):
             READERS[reader](export)
-    (export / "checksums.json").unlink()  # whoever means the change
+    (export / "checksums.json").unlink()  # as the message advises for a change that is meant
     READERS[reader](export)
 
 

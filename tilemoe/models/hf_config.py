@@ -205,7 +205,7 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def import_line(config: ModelConfig) -> str | None:
-    """What whoever trains the model must know: that no auxiliary loss is added."""
+    """A line for training the model: no auxiliary loss is added. None where one is, or where the model has none."""
     if config.moe is None or config.moe.router.add_aux_loss or not config.moe.router.aux_loss_coef:
         return None
     return (

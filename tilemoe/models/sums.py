@@ -109,7 +109,7 @@ def write_sums(folder: Path) -> None:
 
 
 def sums_line(folder: Path) -> str | None:
-    """What whoever uses a model's folder must know: that nothing tells whether its files are as they were written."""
+    """A line for the user of a model's folder without sums: its files cannot be compared. None where it has them."""
     return None if (folder / SUMS_FILE).exists() else f"{folder} has no {SUMS_FILE}, so its files are used unchecked"
 
 

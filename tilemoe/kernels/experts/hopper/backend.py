@@ -104,9 +104,7 @@ class HopperBackend(TritonBackend):
         else:
             d, n = x.shape[1], w1.shape[1] // spec.width_factor
             following = _device("down_proj", x, plan, n, d)
-            if (
-                following is not None
-            ):  # one launch lists the tiles of up_proj and down_proj, whichever kernels they take
+            if following is not None:  # one launch lists the tiles of both projections, whichever kernels they take
                 listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
             device, tile_m = _device("up_proj_act", x, plan, d, n), TILES["up_proj_act"].block_m
             parts = split_parts(w1, spec).transpose(2, 3)
