@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import tilemoe
-from tilemoe.bench import record
+from tilemoe.bench import check, record, timing
 
 T, D, N, E, K = 2048, 512, 256, 32, 4
 WARM_UP = 3  # rounds
@@ -41,6 +39,9 @@ class Side:
     name: str
     run: Callable[[Tensor], Tensor]
     leaves: list[Tensor]
+
+    def step(self, x: Tensor, do: Tensor) -> timing.Step:
+        return timing.forward_and_backward(lambda: self.run(x), [x, *self.leaves], do)
 
 
 def build(dtype: torch.dtype) -> tuple[nn.Module, tilemoe.MoE]:
@@ -134,46 +135,34 @@ def check_agreement(theirs: nn.Module, ours: tilemoe.MoE, x: Tensor, do: Tensor)
 
 
 def compare(sides: list[Side], x: Tensor, do: Tensor) -> None:
-    for ours, theirs in zip(gradients(sides[0], x, do), gradients(sides[1], x, do), strict=True):
-        error = (ours.double() - theirs.double()).square().mean().sqrt() / theirs.double().square().mean().sqrt()
-        if not error <= TOLERANCE[x.dtype]:
-            raise SystemExit(f"the two sides disagree: relative RMS error {error:.2e} in {x.dtype}; nothing was timed")
+    names = ("output", "dx", *(f"gradient {index}" for index in range(len(sides[0].leaves))))
+    errors = map(check.relative, gradients(sides[0], x, do), gradients(sides[1], x, do))
+    problem = check.first_off(dict(zip(names, errors, strict=True)), TOLERANCE[x.dtype])
+    if problem is not None:
+        raise SystemExit(f"the two sides disagree: {problem} in {x.dtype}; nothing was timed")
 
 
-def time_once(side: Side, x: Tensor, do: Tensor) -> tuple[float, float]:
-    """Milliseconds of one forward and of one backward, gradients accumulated into fresh buffers."""
-    for leaf in (x, *side.leaves):
-        leaf.grad = None
-    start = time.perf_counter()
-    out = side.run(x)
-    middle = time.perf_counter()
-    out.backward(do)
-    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
-
-
-def measure(case: Comparison, routing: str, x: Tensor, do: Tensor, rounds: int) -> dict[str, object]:
-    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in case.sides}
-    for index in range(rounds + WARM_UP):
+def measure(case: Comparison, routing: str, x: Tensor, do: Tensor, rounds: int) -> record.Row:
+    def before(index: int) -> None:
         if routing == "new each round":
             case.reroute()
-        for side in case.sides if index % 2 else case.sides[::-1]:
-            sample = time_once(side, x, do)
-            if index >= WARM_UP:
-                times[side.name].append(sample)
-    row: dict[str, object] = {"what": case.name, "routing": routing, "rounds": rounds}
+
+    steps = {side.name: side.step(x, do) for side in case.sides}
+    found = timing.in_turn(steps, rounds + WARM_UP, before)
+    row: record.Row = {"what": case.name, "routing": routing, "rounds": rounds}
     totals = {}
-    for name, samples in times.items():
-        total = [forward + backward for forward, backward in samples]
-        totals[name] = total
+    for name, marks in found.items():
+        forward, backward = timing.medians(marks[WARM_UP:])
+        totals[name] = [start.elapsed_time(end) for start, _, end in marks[WARM_UP:]]
+        total = timing.summary(totals[name])
         row[f"{name}_ms"] = {
-            "forward": round(statistics.median(f for f, _ in samples), 2),
-            "backward": round(statistics.median(b for _, b in samples), 2),
-            "total": round(statistics.median(total), 2),
-            "total_p20": round(statistics.quantiles(total, n=5)[0], 2),
-            "total_p80": round(statistics.quantiles(total, n=5)[3], 2),
+            "forward": round(forward, 2),
+            "backward": round(backward, 2),
+            "total": round(total["median"], 2),
+            "total_p20": round(total["p20"], 2),
+            "total_p80": round(total["p80"], 2),
         }
-    ratios = [b / a for a, b in zip(totals["tilemoe"], totals["transformers"], strict=True)]
-    row["speedup"] = round(statistics.median(ratios), 3)
+    row["speedup"] = round(timing.ratio(totals["tilemoe"], totals["transformers"]), 3)
     return row
 
 
@@ -194,7 +183,7 @@ def main() -> None:
                 row = {**measure(case, routing, x, do, rounds), **shape, "transformers": transformers.__version__}
                 print(json.dumps(row))
                 rows.append(row)
-    print("appended to", record.append("cpu_layer", rows).relative_to(record.ROOT))
+    record.append("cpu_layer", rows)
 
 
 if __name__ == "__main__":

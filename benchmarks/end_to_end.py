@@ -157,7 +157,7 @@ def main() -> None:
             measure(args, more, args.out or Path(temporary), row)
     finally:
         print(json.dumps(row, indent=1))
-        print("appended to", record.append(NAME, [row]))
+        record.append(NAME, [row])
 
 
 if __name__ == "__main__":

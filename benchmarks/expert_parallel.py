@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tilemoe.bench import cases, record, timing
+from tilemoe.bench import cases, check, record, timing
 from tilemoe.config import EXCHANGES, MoEConfig
 from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.moe import MoE
@@ -65,16 +65,13 @@ def measure(shape: MoEShape, rounds: int, calls: int, link: float, exchange: str
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     transports = Transports(mesh.get_group(), exchange)
     divide_experts([layer.experts], mesh, transports)
-    for got, want in zip(_step(layer, x, do), expected, strict=True):
-        error = float((got.float() - want.float()).norm() / want.float().norm())
-        assert error < _TOLERANCE, f"the layer is off by {error}: not timed"
+    errors = dict(zip(("output", "dx"), map(check.relative, _step(layer, x, do), expected), strict=True))
+    problem = check.first_off(errors, _TOLERANCE)
+    assert problem is None, f"the layer's {problem}: not timed"
     del expected
     compute, sent_bytes = _compute_alone(layer, x, do)
     steps: dict[str, Callable[[], object]] = {"layer": lambda: _step(layer, x, do), "compute": compute}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds):
-        for name in timing.turn(list(steps), index):
-            found[name].append(_slowest(steps[name], calls, device))
+    found = timing.in_turn({name: partial(_slowest, step, calls) for name, step in steps.items()}, rounds)
     layer_ms, compute_ms = (statistics.median(found[name]) for name in ("layer", "compute"))
     most = torch.tensor([sent_bytes], dtype=torch.int64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -125,23 +122,14 @@ def _compute_alone(layer: MoE, x: Tensor, do: Tensor) -> tuple[Callable[[], obje
     return run, copies * x.shape[1] * x.element_size()
 
 
-def _slowest(step: Callable[[], object], calls: int, device: torch.device) -> float:
+def _slowest(step: Callable[[], object], calls: int) -> float:
     """Milliseconds of a call, of the process that takes longest; a call to settle comes first."""
     step()
-    _wait(device)
+    timing.synchronize()
     dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    _wait(device)
-    taken = torch.tensor([(time.perf_counter() - start) * 1e3 / calls])
+    taken = torch.tensor([timing.wall_ms(step, calls)])
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

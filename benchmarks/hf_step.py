@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -32,6 +31,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilemoe.bench import record, timing
 from tilemoe.bench.check import Difference
+from tilemoe.bench.record import Row
+from tilemoe.bench.run import each_case, selected
 from tilemoe.integrations import transformers as integration
 
 NAME, MODE = "hf_step", "step"
@@ -41,7 +42,6 @@ WARM_STEPS = 2
 TOP = 25  # kernels that are printed
 _GROUPS = (("experts", re.compile(r"\.experts\.")), ("router", re.compile(r"\.(gate|router)\.")))
 
-Row = dict[str, Any]
 Gradients = dict[str, Tensor]
 
 
@@ -165,10 +165,6 @@ class Subject:
         loss.backward()
         return loss.detach()
 
-    def synchronize(self) -> None:
-        if self.ids.is_cuda:
-            torch.cuda.synchronize()
-
     def release(self) -> None:
         """Gradients, and what PyTorch keeps of memory that is free."""
         self.model.zero_grad(set_to_none=True)
@@ -224,22 +220,20 @@ def agree(subject: Subject, implementations: list[str]) -> dict[str, Row]:
 
 def measure(subject: Subject, names: list[str], args: argparse.Namespace) -> tuple[dict[str, list[float]], Row]:
     """Implementation to the milliseconds of a step by round, and to its peak of memory in bytes, None on a CPU."""
-    found: dict[str, list[float]] = {name: [] for name in names}
     peak: Row = dict.fromkeys(names)
-    for index in range(args.rounds):
-        for name in timing.turn(names, index):
-            for _ in range(WARM_STEPS if index == 0 else 1):
-                subject.step(name)
-            subject.synchronize()
-            if subject.ids.is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            for _ in range(args.steps):
-                subject.step(name)
-            subject.synchronize()
-            found[name].append(1e3 * (time.perf_counter() - start) / args.steps)
-            if subject.ids.is_cuda:
-                peak[name] = max(peak[name] or 0, torch.cuda.max_memory_allocated())
+
+    def timed(name: str) -> float:
+        for _ in range(WARM_STEPS if peak[name] is None else 1):
+            subject.step(name)
+        timing.synchronize()
+        if subject.ids.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        milliseconds = timing.wall_ms(partial(subject.step, name), args.steps)
+        if subject.ids.is_cuda:
+            peak[name] = max(peak[name] or 0, torch.cuda.max_memory_allocated())
+        return milliseconds
+
+    found = timing.in_turn({name: partial(timed, name) for name in names}, args.rounds)
     subject.release()
     return found, peak
 
@@ -262,7 +256,15 @@ def rows_of(case: Model, agreed: dict[str, Row], ms: dict[str, list[float]], pea
     return rows
 
 
-def one_case(args: argparse.Namespace, name: str, case: Model) -> list[Row]:
+def one_case(args: argparse.Namespace, name: str, case: Model) -> Iterator[list[Row]]:
+    """A row of each implementation; none where the model itself needs more memory than there is."""
+    try:
+        yield implementations(args, name, case)
+    except torch.OutOfMemoryError as error:
+        print(f"{name} is left out: {error}", flush=True)
+
+
+def implementations(args: argparse.Namespace, name: str, case: Model) -> list[Row]:
     subject = make(case, torch.device(args.device))
     parameters = sum(each.numel() for each in subject.model.parameters())
     layers, vocabulary = case.config["num_hidden_layers"], case.config["vocab_size"]
@@ -271,14 +273,11 @@ def one_case(args: argparse.Namespace, name: str, case: Model) -> list[Row]:
         "attention": case.attention, "vocabulary": vocabulary, "parameters": parameters,
         "transformers": transformers.__version__, "rounds": args.rounds, "steps": args.steps,
     }  # fmt: skip
-    print(f"{name}: {parameters / 1e9:.2f} B parameters, {where}", flush=True)
+    print(f"{parameters / 1e9:.2f} B parameters, {args.rounds} rounds of {args.steps} steps", flush=True)
     names = list(dict.fromkeys([OURS, THEIRS, *args.implementations.split(",")]))
     agreed = agree(subject, names)
     ms, peak = measure(subject, [each for each in names if agreed[each]["problem"] is None], args)
-    rows = [{**where, **row} for row in rows_of(case, agreed, ms, peak, names)]
-    for row in rows:
-        print(describe(row), flush=True)
-    return rows
+    return [{**where, **row} for row in rows_of(case, agreed, ms, peak, names)]
 
 
 def describe(row: Row) -> str:
@@ -319,16 +318,11 @@ def profile(args: argparse.Namespace, name: str, case: Model) -> None:
 
 def cases_of(args: argparse.Namespace, names: str) -> dict[str, Model]:
     """The models asked for, changed as the options say; on a CPU small ones of the same architecture."""
-    asked = list(MODELS) if names == "all" else names.split(",")
-    unknown = [name for name in asked if name not in MODELS]
-    if unknown:
-        raise SystemExit(f"no case called {unknown[0]!r}; known are all, {', '.join(MODELS)}")
     changes = {key: value for key in ("batch", "sequence", "attention") if (value := getattr(args, key)) is not None}
     inner = {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}
     inner = {key: value for key, value in inner.items() if value is not None}
     found = {}
-    for name in asked:
-        case = MODELS[name]
+    for name, case in selected("case", names, MODELS).items():
         case = tiny(case) if args.device == "cpu" else case
         found[name] = replace(case.with_config(**inner), **changes)
     return found
@@ -346,16 +340,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, help="instead of the case's")
     parser.add_argument("--attention", help="transformers' attn_implementation instead of the case's")
     args = parser.parse_args(arguments)
-    for name, case in cases_of(args, args.profile or args.cases).items():
-        if args.profile:
+    if args.profile:
+        for name, case in cases_of(args, args.profile).items():
             profile(args, name, case)
-        else:
-            try:
-                record.append(NAME, one_case(args, name, case))
-            except torch.OutOfMemoryError as error:
-                print(f"{name} is left out: {error}", flush=True)
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+    else:
+        each_case(NAME, cases_of(args, args.cases), partial(one_case, args), describe)
 
 
 if __name__ == "__main__":

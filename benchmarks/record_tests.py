@@ -214,7 +214,8 @@ def main(arguments: list[str]) -> int:
         raise SystemExit(f"none of these tests ran and nothing is recorded; pytest exited with {int(code)}")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         row["unfinished"] = f"pytest exited with {int(code)}"
-    print(f"{row}\nrecorded in {record.append(kind.name, [row])}")
+    print(row)
+    record.append(kind.name, [row])
     return int(code)
 
 

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,11 +59,7 @@ def cold_child(args: argparse.Namespace) -> None:
         if isinstance(contestant, str):
             raise SystemExit(f"{args.peers}: {contestant}")
         x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
-        timing.synchronize()
-        start = time.perf_counter()
-        layer_step(contestant, x, torch.ones_like(x))()
-        timing.synchronize()
-        seconds[name] = round(time.perf_counter() - start, 3)
+        seconds[name] = round(timing.wall_ms(layer_step(contestant, x, torch.ones_like(x))) / 1e3, 3)
     print(json.dumps({"seconds": seconds}))
 
 
@@ -83,7 +78,7 @@ def main() -> None:
     if args.what == "cold-child":
         cold_child(args)
     else:
-        print("appended to", record.append("cold", cold(args)))
+        record.append("cold", cold(args))
 
 
 if __name__ == "__main__":

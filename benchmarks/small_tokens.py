@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilemoe.bench import record, timing
+from tilemoe.bench import check, timing
+from tilemoe.bench.run import each_case, selected
 from tilemoe.integrations import transformers as integration
 from tilemoe.shape import MoEShape
 
@@ -43,14 +43,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU here: this benchmark is for a machine with one")
     integration.register()
-    for name in options.cases.split(","):
-        layers = make_layers(CASES[name], LAYERS, torch.device("cuda"), torch.bfloat16)
+
+    def measured(name: str, shape: MoEShape) -> Iterator[list[dict[str, Any]]]:
+        layers = make_layers(shape, LAYERS, torch.device("cuda"), torch.bfloat16)
         for tokens in map(int, options.tokens.split(",")):
-            for row in measure(layers, tokens, options.rounds):
-                print(name, describe(row), flush=True)
-                record.append("small_tokens", [{"case": name, "layers": LAYERS, **row}])
-        del layers
-        torch.cuda.empty_cache()
+            rows = measure(layers, tokens, options.rounds)
+            yield [{"case": name, "layers": LAYERS, **row} for row in rows]
+
+    each_case("small_tokens", selected("case", options.cases, CASES), measured, describe)
 
 
 def make_layers(shape: MoEShape, count: int, device: torch.device, dtype: torch.dtype) -> list[nn.Module]:
@@ -98,12 +98,11 @@ def run(layers: list[nn.Module], calls: list[Call], implementation: str) -> list
 
 def problem(outputs: list[Tensor], layers: list[nn.Module], calls: list[Call]) -> str | None:
     """None if every output agrees with plain fp32 loops, else what does not."""
-    for index, (output, layer, call) in enumerate(zip(outputs, layers, calls, strict=True)):
-        exact = expected(layer, *call)
-        error = float((output.float() - exact).norm() / exact.norm())
-        if not error <= TOLERANCE:
-            return f"the output of layer {index} is off by {error:.2e} RMS-relative"
-    return None
+    errors = {
+        f"the output of layer {index}": check.relative(output, expected(layer, *call))
+        for index, (output, layer, call) in enumerate(zip(outputs, layers, calls, strict=True))
+    }
+    return check.first_off(errors, TOLERANCE)
 
 
 def expected(layer: nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -113,9 +112,8 @@ def expected(layer: nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[token].float() @ w1[expert].float().t()).chunk(2, dim=1)
-        y = (F.silu(gate) * up) @ w2[expert].float().t()
-        out.index_add_(0, token, y * scores[token, place].float().unsqueeze(1))
+        rows = (each.float() for each in (x[token], w1[expert], w2[expert], scores[token, place]))
+        out.index_add_(0, token, check.expert_rows(*rows))
     return out
 
 
@@ -205,7 +203,8 @@ def describe(row: dict[str, Any]) -> str:
     times = ", ".join(f"{name} {1000 * found['median']:.1f}" for name, found in row["ms"].items())
     against = f"; {row['best_peer']} over ours {row['ratio']:.2f}" if "ratio" in row else ""
     wrong = "".join(f"; {name}: {what}" for name, what in row["wrong"].items())
-    return f"T={row['tokens']} {row['mode']}: us {times}; ours {row.get('gb_per_s')} GB/s of weights{against}{wrong}"
+    case = f"{row['case']} T={row['tokens']} {row['mode']}"
+    return f"{case}: us {times}; ours {row.get('gb_per_s')} GB/s of weights{against}{wrong}"
 
 
 if __name__ == "__main__":

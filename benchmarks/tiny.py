@@ -46,7 +46,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 row = train(recipe, seed, Path(folder) / recipe)
             print(json.dumps(row))
-            print("appended to", record.append("tiny", [row]))
+            record.append("tiny", [row])
 
 
 if __name__ == "__main__":

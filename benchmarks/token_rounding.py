@@ -21,17 +21,18 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import tilemoe
-from tilemoe.bench import check, peers, record, timing
+from tilemoe.bench import check, peers, timing
+from tilemoe.bench.record import Row
+from tilemoe.bench.run import each_case, selected
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
@@ -43,7 +44,6 @@ CHOSEN = "chosen"  # the backend that a user gets
 TILES = MappingProxyType({"cuda": 128, "cpu": 16})
 DTYPES = MappingProxyType({"cuda": torch.bfloat16, "cpu": torch.float32})
 MATMUL_MS = 1.4  # of 8192^3 in bf16 on an H200
-WARM_STEPS, HOST_STEPS = 4, 5  # until nothing is compiled or recorded any more, and then
 DRAWING = ("stochastic", "nearest_score")  # a GPU draws other numbers than a CPU
 # Scores that differ in their last bit may change places: so many pairs may be others, or such a share of them.
 MAX_OTHER_PAIRS, MAX_OTHER_SHARE = 16, 1e-4
@@ -60,8 +60,6 @@ CASES = MappingProxyType(  # those with a promise of their own first
     }
 )
 TOYS = MappingProxyType({"toy-E8": MoEShape(256, 32, 16, 8, 2), "toy-E16": MoEShape(256, 32, 16, 16, 2)})
-
-Row = dict[str, Any]
 
 
 # --------------------------------------------------------------------------------------------------- the contestants
@@ -122,8 +120,7 @@ def problem_of_routing(logits: Tensor, cfg: MoEConfig) -> str | None:
     weight = torch.randn_like(wanted).masked_fill(differs, 0.0)
     (grad,) = torch.autograd.grad(found.dense(), leaves[0], weight.to(logits.device))
     (exact,) = torch.autograd.grad(wanted, leaves[1], weight)
-    error = relative(grad.cpu(), exact)
-    return None if error <= GRAD_TOLERANCE else f"the gradient of the logits is off by {error:.2e} RMS-relative"
+    return check.first_off({"the gradient of the logits": check.relative(grad.cpu(), exact)}, GRAD_TOLERANCE)
 
 
 def problem_of_experts(layer: tilemoe.MoE, x: Tensor, do: Tensor, plan: RoutingPlan, scores: Tensor) -> str | None:
@@ -135,23 +132,14 @@ def problem_of_experts(layer: tilemoe.MoE, x: Tensor, do: Tensor, plan: RoutingP
         check.poison(x.device)
         out = tilemoe.moe(inputs["dx"], w1, w2, plan, inputs["ds"], kernels=kernels)
         of_set.append((out.detach(), *torch.autograd.grad(out, list(inputs.values()), do)))
-    for what, found, expected in zip(("output", *inputs), *of_set, strict=True):
-        error = relative(found, expected)
-        if not error <= peers.TOLERANCES["bf16"]:
-            return f"{what} is off by {error:.2e} RMS-relative"
-    return None
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """RMS error over RMS value."""
-    off = torch.linalg.vector_norm(found - expected, dtype=torch.float32)
-    return float(off / torch.linalg.vector_norm(expected, dtype=torch.float32))
+    errors = dict(zip(("output", *inputs), map(check.relative, *of_set), strict=True))
+    return check.first_off(errors, peers.TOLERANCES["bf16"])
 
 
 # ------------------------------------------------------------------------------------------------------- the clock
 
 
-def whole_step(layer: tilemoe.MoE, x: Tensor, do: Tensor, ahead: Callable[[], None]) -> timing.Step:
+def whole_step(layer: tilemoe.MoE, x: Tensor, do: Tensor, ahead: Callable[[], None] = lambda: None) -> timing.Step:
     """The layer as a model calls it. Every gradient is made anew."""
     inputs = [x, layer.router.weight, layer.experts.w1, layer.experts.w2]
     return timing.forward_and_backward(lambda: layer(x).hidden, inputs, do, ahead)
@@ -181,17 +169,6 @@ def parts_step(layer: tilemoe.MoE, x: Tensor, do: Tensor, ahead: Callable[[], No
     return step
 
 
-def host_ms(step: timing.Step) -> float:
-    """The median milliseconds until the host has launched a step."""
-    times = []
-    for _ in range(WARM_STEPS + HOST_STEPS):
-        timing.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[WARM_STEPS:])
-
-
 def busy(device: torch.device, milliseconds: float) -> Callable[[], None]:
     """What keeps a GPU busy for about that long, and launches in no time."""
     if device.type == "cpu":
@@ -208,7 +185,10 @@ def busy(device: torch.device, milliseconds: float) -> Callable[[], None]:
 
 def measure(layers: dict[str, tilemoe.MoE], x: Tensor, do: Tensor, rounds: int) -> tuple[dict[str, list[Row]], Row]:
     """Contestant to, for each round, the median milliseconds of the whole and of each part; and to its host's."""
-    host = {name: host_ms(whole_step(layer, x, do, lambda: None)) for name, layer in layers.items()}
+    host = {}
+    for name, layer in layers.items():
+        launched = timing.one_part(whole_step(layer, x, do), mark=timing.HostEvent)
+        (host[name],) = timing.host_ms(launched)
     ahead = busy(x.device, 1.5 * max(host.values()))
     steps = {}
     for name, layer in layers.items():
@@ -266,7 +246,7 @@ def describe(row: Row) -> str:
     return f"{line}; routing {row['routing_percent']:.1f}%, padding to tiles / halves {pads}"
 
 
-def one_case(name: str, shape: MoEShape, kernels: str, args: argparse.Namespace) -> list[Row]:
+def one_case(kernels: str, args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[list[Row]]:
     """The rows of a case; none where top-K is wrong."""
     torch.manual_seed(0)
     tile = TILES[args.device]
@@ -274,7 +254,7 @@ def one_case(name: str, shape: MoEShape, kernels: str, args: argparse.Namespace)
     x, do = x.requires_grad_(), torch.randn_like(x)
     layers = contestants(shape, args.modes, kernels, x, do)
     if TOPK not in layers:
-        return []
+        return
     with torch.no_grad():
         logits = layers[TOPK].router(x).logits  # of all of them
         counts = {each: tilemoe.route(logits, layer.cfg).plan.rows_per_expert.cpu() for each, layer in layers.items()}
@@ -285,7 +265,7 @@ def one_case(name: str, shape: MoEShape, kernels: str, args: argparse.Namespace)
         "kernel_set": chosen if kernels == CHOSEN else kernels, "tile": tile, "rounds": args.rounds,
     }  # fmt: skip
     rows = summarise(samples, counts, tile)
-    return [{**where, **row, "host_ms": round(host[each], 3)} for each, row in rows.items()]
+    yield [{**where, **row, "host_ms": round(host[each], 3)} for each, row in rows.items()]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -296,21 +276,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kernels", default=CHOSEN, help='"chosen", or names of backends, separated by commas')
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(arguments)
-    known = CASES if args.device == "cuda" else TOYS
-    names = list(known) if args.cases == "all" else args.cases.split(",")
-    args.modes = list(ROUNDING_MODES) if args.modes == "all" else args.modes.split(",")
-    for what, asked, of in (("case", names, known), ("mode", args.modes, ROUNDING_MODES)):
-        unknown = [name for name in asked if name not in of]
-        if unknown:
-            raise SystemExit(f"no {what} called {unknown[0]!r}; known are {', '.join(of)}")
+    shapes = selected("case", args.cases, CASES if args.device == "cuda" else TOYS)
+    args.modes = list(selected("mode", args.modes, dict.fromkeys(ROUNDING_MODES)))
     for kernels in args.kernels.split(","):
-        for name in names:
-            rows = one_case(name, known[name], kernels, args)
-            record.append(NAME, rows)
-            for row in rows:
-                print(describe(row), flush=True)
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
+        each_case(NAME, shapes, partial(one_case, kernels, args), describe)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -174,9 +175,7 @@ def take_turns(
 ) -> None:
     """The contestants of these names, in memory together until all are recorded."""
     contestants = [warmed_up(args, name, recipe, data, device, job) for name in names]
-    for _ in range(args.rounds):
-        for contestant in contestants:
-            take_steps(args, contestant)
+    timing.in_turn({each.name: partial(take_steps, args, each) for each in contestants}, args.rounds)
     for contestant in contestants:
         report(args, contestant)
 
@@ -308,10 +307,10 @@ def warmed_up(
     peer, recipe = peer_and_recipe(name, recipe)
     model, version = build(peer, recipe, device, job)
     trainer = Trainer(recipe, model, data, device, job)
-    wait(device)
+    timing.synchronize()
     say(job, f"{name}: ready after {time.perf_counter() - begun:.1f} s")
     stats = [step(trainer, name) for _ in range(args.warmup)]
-    wait(device)
+    timing.synchronize()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return Contestant(name, version, trainer, stats)
@@ -320,14 +319,14 @@ def warmed_up(
 def take_steps(args: argparse.Namespace, contestant: Contestant) -> None:
     """One round of timed steps; all processes call it."""
     trainer = contestant.trainer
-    wait(trainer.device)
+    timing.synchronize()
     if dist.is_initialized():
         dist.barrier()
     marks = [time.perf_counter()]
     for _ in range(args.steps):
         contestant.stats.append(step(trainer, contestant.name))
         marks.append(time.perf_counter())
-    wait(trainer.device)
+    timing.synchronize()
     contestant.seconds += time.perf_counter() - marks[0]
     contestant.step_seconds += [later - earlier for earlier, later in pairwise(marks)]
 
@@ -397,11 +396,6 @@ def free_memory() -> None:
     """Of a model that nobody needs any more: FSDP's hooks refer to each other."""
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def say(job: Job, line: str) -> None:

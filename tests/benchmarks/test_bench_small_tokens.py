@@ -36,7 +36,7 @@ def test_a_row_compares_with_the_best_peer() -> None:
     ms = {"tilemoe": [0.1, 0.2, 0.1], "grouped_mm": [0.15, 0.3, 0.2], "batched_mm": [0.4, 0.1, 0.4]}
     row = small_tokens.row_of(ms, 10**8)
     assert (row["best_peer"], row["ratio"], row["gb_per_s"]) == ("grouped_mm", 1.5, 1000.0)
-    text = small_tokens.describe({**row, "mode": "graph", "tokens": 4, "wrong": {"other": "off"}})
+    text = small_tokens.describe({**row, "case": "c", "mode": "graph", "tokens": 4, "wrong": {"other": "off"}})
     assert "tilemoe 100.0" in text
     assert "grouped_mm over ours 1.50; other: off" in text
     alone = small_tokens.row_of({"grouped_mm": [1.0]}, 1)

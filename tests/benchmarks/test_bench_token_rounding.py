@@ -31,7 +31,7 @@ def test_a_toy_is_measured_recorded_and_printed(capsys: pytest.CaptureFixture[st
     assert rows["top-K"]["waste_percent"] > rows["nearest"]["waste_percent"] == rows["down"]["added"] == 0
     assert rows["top-K"]["total_speedup"] == 1.0
     lines = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if ": round " not in line]
-    assert lines == [f"toy-E8 chosen {name}" for name in rows]
+    assert [line for line in lines if " chosen " in line] == [f"toy-E8 chosen {name}" for name in rows]
 
 
 def layer_of(mode: str) -> tuple[tilemoe.MoE, torch.Tensor, torch.Tensor]:

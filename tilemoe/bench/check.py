@@ -8,6 +8,8 @@ because a fault may show at that size only. The reference is plain PyTorch in fp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,8 +38,13 @@ def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | 
     finally:
         with torch.no_grad():
             weights.router.copy_(kept)
+    return first_off(errors, contestant.tolerance)
+
+
+def first_off(errors: Mapping[str, float], tolerance: float) -> str | None:
+    """What the first error beyond ``tolerance`` is of, and how large; None if there is none."""
     for what, error in errors.items():
-        if not error <= contestant.tolerance:
+        if not error <= tolerance:
             return f"{what} is off by {error:.2e} RMS-relative"
     return None
 
@@ -76,6 +83,13 @@ class Difference:
         return float((self.error / self.norm).sqrt())
 
 
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """The `Difference` of two whole tensors."""
+    difference = Difference()
+    difference.add(actual, expected.float())
+    return difference.relative()
+
+
 def _errors(
     contestant: Contestant, found: tuple[Tensor, ...], shape: MoEShape, weights: Weights, x: Tensor, do: Tensor
 ) -> dict[str, float]:
@@ -92,7 +106,7 @@ def _errors(
         one = slice(expert, expert + 1)
         parts = (x[token], weights.w1[expert].detach(), weights.w2[expert].detach(), scores.detach()[token, place])
         inputs = [tensor.float().requires_grad_() for tensor in parts]
-        part = _expert(*inputs)
+        part = expert_rows(*inputs)
         dx_part, dw1, dw2, ds = torch.autograd.grad(part, inputs, do[token])
         out.index_add_(0, token, part.detach())
         dx.index_add_(0, token, dx_part)
@@ -106,6 +120,7 @@ def _errors(
     return {what: difference.relative() for what, difference in differences.items()}
 
 
-def _expert(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor) -> Tensor:
+def expert_rows(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor) -> Tensor:
+    """An expert's rows (R, d), times their scores s (R,)."""
     gate, up = (x @ w1.t()).chunk(2, dim=-1)
     return ((F.silu(gate) * up) @ w2.t()) * s.unsqueeze(1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilemoe.activations import activation_spec
 from tilemoe.bench import peers, timing
 from tilemoe.bench.layer import layer_step
+from tilemoe.bench.record import Row
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.layers.moe import MoE
@@ -94,7 +95,7 @@ def router_steps(
     }
 
 
-def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[dict[str, Any]]:
+def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[Row]:
     """A row for each part of each step but the yardsticks: time, rates, fraction of its roofline (None where nothing
     but launches bounds it) and share of the layer's forward and backward; of the two that only move rows, the time of a
     copy that moves as many bytes over theirs.
@@ -131,7 +132,7 @@ def flop_rate(tflops: float) -> str:
     return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.4g} GFLOP/s"
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Row) -> str:
     """The row as one line of the printed table."""
     flops = flop_rate(row["tflops"]) if row["tflops"] else ""  # 0 where rows are only moved
     rates = "" if row["gbps"] is None else f"{flops:>15}  {row['gbps']:7.4g} GB/s"
@@ -148,7 +149,7 @@ def copier(count: int, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
+def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list[Row]]:
     """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
     device = settings.device
     side, copied = MATMUL[device.type], COPY_BYTES[device.type]
@@ -179,7 +180,4 @@ def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterat
             "case": name, **asdict(shape), "mode": mode, "kernels": kernels, "rounds": settings.rounds,
             "matmul_tflops": round(tflops, 6), "copy_tbps": round(tbps, 6),
         }  # fmt: skip
-        rows = [{**where, **row} for row in kernel_rows(found, shape, ceilings)]
-        for row in rows:
-            print(describe(row), flush=True)
-        yield rows
+        yield [{**where, **row} for row in kernel_rows(found, shape, ceilings)]

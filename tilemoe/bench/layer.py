@@ -1,32 +1,29 @@
 """The whole layer, router included: forward and backward of each contestant in the same rounds, saved and peak memory.
 
-A contestant whose output or gradients are wrong is reported and not timed. Mode "alone" is GPU time without the host's
-(`gpu_time`). On a CPU the host's clock stands in, and memory is not measured.
+A contestant whose output or gradients are wrong is reported and not timed. On a CPU the host's clock stands in, and
+memory is not measured.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilemoe.bench import check, gpu_time, peers, timing
+from tilemoe.bench import check, peers, timing
+from tilemoe.bench.record import Row
 from tilemoe.perf.costs import layer_roofline_ms
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.shape import MoEShape
 
-HOST_CALLS = 7
-ALONE_MS = 40.0  # of a window without hosts
 PARTS = ("forward", "backward")
 MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 
-def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
+def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list[Row]]:
     """One row for each contestant, a list for each mode."""
     torch.compiler.reset()  # or the eighth size would run uncompiled
     weights = peers.make_weights(shape, settings.device, torch.bfloat16)
@@ -37,13 +34,10 @@ def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[tim
     versions = {contestant.name: contestant.version for contestant in contestants}
     steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
     for mode in settings.modes if contestants else ():
-        found = rounds(steps, mode, settings.rounds)
+        found = timing.rounds(steps, mode, settings.rounds)
         rows = layer_rows(found, once, _rooflines(shape, settings.device))
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds}
-        rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
-        for row in rows:
-            print(describe(row), flush=True)
-        yield rows
+        yield [{**where, "version": versions[row["contestant"]], **row} for row in rows]
 
 
 def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, float | None]:
@@ -57,17 +51,17 @@ def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, flo
 
 
 def layer_rows(
-    found: dict[str, list[list[float]]], once: dict[str, dict[str, Any]], roofs: tuple[float | None, float | None]
-) -> timing.Rows:
+    found: dict[str, list[list[float]]], once: dict[str, Row], roofs: tuple[float | None, float | None]
+) -> list[Row]:
     """A row for each contestant; ``once`` is what was measured once, by contestant: memory, host.
 
     All but the first also say how they compare to it, ``baseline``: ``forward_ratio`` and ``backward_ratio`` are their
     time over its time, round by round; memory ratios are its bytes over theirs.
     """
     first = next(iter(found))
-    rows: timing.Rows = []
+    rows: list[Row] = []
     for contestant, samples in found.items():
-        row: dict[str, Any] = {"contestant": contestant, **once[contestant]}
+        row: Row = {"contestant": contestant, **once[contestant]}
         for part, (label, roof) in enumerate(zip(PARTS, roofs, strict=True)):
             values = [sample[part] for sample in samples]
             row[f"{label}_ms"] = timing.summary(values)
@@ -84,7 +78,7 @@ def layer_rows(
     return rows
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Row) -> str:
     """One line: medians in milliseconds, memory in MiB, and both against the first contestant."""
     times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in PARTS)
     memory = " ".join("      -" if row[key] is None else f"{row[key] / 2**20:7.0f}" for key in MEMORY)
@@ -111,16 +105,11 @@ def admitted(names: Sequence[str], shape: MoEShape, weights: peers.Weights) -> l
     return contestants
 
 
-def rounds(steps: Mapping[str, timing.Step], mode: str, count: int) -> dict[str, list[list[float]]]:
-    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: also "alone"."""
-    if mode == "alone":
-        return gpu_time.rounds(steps, count, timing.SUSTAINED_MS, ALONE_MS)
-    return timing.rounds(steps, mode, count)
-
-
-def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.Step:
+def layer_step(
+    contestant: peers.Contestant, x: Tensor, do: Tensor, mark: Callable[[], timing.Event] = timing.event
+) -> timing.Step:
     """Forward and backward as two parts; every gradient is made anew."""
-    return timing.forward_and_backward(lambda: contestant.run(x), [x, *contestant.leaves], do)
+    return timing.forward_and_backward(lambda: contestant.run(x), [x, *contestant.leaves], do, mark=mark)
 
 
 def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, int | None]:
@@ -140,13 +129,5 @@ def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[st
 
 def layer_host(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, float]:
     """Milliseconds until the host has launched everything: where it exceeds the GPU's time, the GPU waits."""
-    launched: list[tuple[float, float]] = []
-    for _ in range(HOST_CALLS):
-        timing.synchronize()
-        start = time.perf_counter()
-        out = contestant.run(x)
-        middle = time.perf_counter()
-        torch.autograd.grad(out, [x, *contestant.leaves], do)
-        launched.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
-    parts = zip(PARTS, zip(*launched, strict=True), strict=True)
-    return {f"{part}_host_ms": round(statistics.median(values), 3) for part, values in parts}
+    launched = timing.host_ms(layer_step(contestant, x, do, timing.HostEvent))
+    return {f"{part}_host_ms": round(milliseconds, 3) for part, milliseconds in zip(PARTS, launched, strict=True)}

@@ -22,26 +22,28 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 RESULTS = Path(os.environ.get("TILEMOE_RESULTS", (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"))
 COMMIT_VARIABLE = "TILEMOE_COMMIT"
+Row = dict[str, Any]
 
 
-def append(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Append ``rows``, each with where and when it was measured, to ``results/<name>.jsonl``; returns the path."""
+def append(name: str, rows: list[Row]) -> Path:
+    """Append ``rows``, each with where and when it was measured, to ``results/<name>.jsonl``, whose path it says."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
     where = provenance()
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps({**row, **where}) + "\n")
+    print(f"appended to {path}", flush=True)
     return path
 
 
-def rows(name: str) -> list[dict[str, Any]]:
+def rows(name: str) -> list[Row]:
     """Of results/<name>.jsonl, the oldest first; none where there is no such file."""
     path = RESULTS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], Row]:
     """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU.
 
     ValueError where there is no such file or no such row.
@@ -54,7 +56,7 @@ def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, 
     return {tuple(row[field] for field in key): row for row in kept}
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Row:
     return {
         "commit": commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

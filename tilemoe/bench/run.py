@@ -1,35 +1,45 @@
-"""Measuring case by case, each recorded as soon as it is measured."""
+"""The loop of `tilemoe bench` and of the scripts in benchmarks/: case by case, each recorded once it is measured."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
-from tilemoe.bench import record, timing
-from tilemoe.bench.kernels import each_kernel
-from tilemoe.bench.layer import layer
-from tilemoe.bench.step import step
-from tilemoe.shape import MoEShape
+from tilemoe.bench import record
 
-Measure = Callable[[timing.Settings, str, MoEShape], Iterator[timing.Rows]]
-MEASURES: Mapping[str, Measure] = MappingProxyType({"layer": layer, "kernels": each_kernel, "step": step})
+T = TypeVar("T")
 
 
-def each_case(what: str, shapes: Mapping[str, MoEShape], settings: timing.Settings, seconds: float) -> None:
-    """Measure ``what`` of `MEASURES`, and append to its file of results; no case is begun after ``seconds``."""
+def selected(what: str, names: str, known: Mapping[str, T]) -> dict[str, T]:
+    """Those of ``known`` that a script is asked for: "all", or names with commas between. An unknown one ends it."""
+    chosen = list(known) if names == "all" else names.split(",")
+    for name in chosen:
+        if name not in known:
+            raise SystemExit(f"no {what} called {name!r}; known are all, {', '.join(known)}")
+    return {name: known[name] for name in chosen}
+
+
+def each_case(
+    file: str,
+    cases: Mapping[str, T],
+    measure: Callable[[str, T], Iterator[list[record.Row]]],
+    describe: Callable[[record.Row], str],
+    seconds: float = float("inf"),
+) -> None:
+    """Measure, print and append to results/<file>.jsonl; no case is begun after ``seconds``."""
     start = time.perf_counter()
-    for name, shape in shapes.items():
+    for name, case in cases.items():
         begun = time.perf_counter() - start
-        print(f"{name}: {shape}", flush=True)
+        print(f"{name}: {case}", flush=True)
         if begun > seconds:
             print(f"{name} and the cases after it are left out: {begun:.0f} s have passed")
             break
-        for rows in MEASURES[what](settings, name, shape):
-            path = record.append(what, rows)
-            print(f"appended to {path}", flush=True)
-        if settings.device.type == "cuda":
+        for rows in measure(name, case):
+            print("\n".join(map(describe, rows)), flush=True)
+            record.append(file, rows)
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"{name}: {time.perf_counter() - start - begun:.0f} s", flush=True)

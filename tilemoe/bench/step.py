@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilemoe.bench import peers, timing
 from tilemoe.bench.layer import admitted
+from tilemoe.bench.record import Row
 from tilemoe.config import ModelConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.shape import MoEShape
@@ -37,7 +37,7 @@ class PeerMLP(nn.Module):
         return self.run(x.flatten(0, 1)).view_as(x)
 
 
-def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
+def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list[Row]]:
     """One row for each contestant, a list for each mode. Tokens that fill no whole sequence are left out."""
     torch.compiler.reset()
     weights = [peers.make_weights(shape, settings.device, torch.bfloat16) for _ in range(LAYERS)]
@@ -53,15 +53,16 @@ def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timi
             {contestant: timing.one_part(run) for contestant, run in runs.items()}, mode, settings.rounds
         )
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds, "layers": LAYERS}
-        rows = [
+        yield [
             {**where, "sequence": length, "contestant": contestant, "version": versions[contestant], **times}
             | {"tokens_per_s": round(1e3 * ids.shape[0] * length / times["step_ms"]["median"])}
             | {"peak_bytes": peaks[contestant]}
             for contestant, times in _times(found).items()
         ]
-        for row in rows:
-            print(f"{name} {mode} {row['contestant']}: {row['step_ms']['median']:.2f} ms", flush=True)
-        yield rows
+
+
+def describe(row: Row) -> str:
+    return f"{row['case']} {row['mode']} {row['contestant']}: {row['step_ms']['median']:.2f} ms"
 
 
 def decoder(shape: MoEShape, device: torch.device) -> DecoderLM:
@@ -112,10 +113,10 @@ def _peak(run: Callable[[], None], device: torch.device) -> int | None:
     return timing.memory_of(run)[2] if device.type == "cuda" else None
 
 
-def _times(found: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
+def _times(found: dict[str, list[list[float]]]) -> dict[str, Row]:
     """Contestant to its time, and for all but the first its time over the first's."""
     first = [sample[0] for sample in next(iter(found.values()))]
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     for contestant, samples in found.items():
         values = [sample[0] for sample in samples]
         ratio = timing.ratio(first, values) if rows else None

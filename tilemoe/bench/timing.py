@@ -1,7 +1,8 @@
 """Timing on one GPU: interleaved rounds in changing order, by device events; without a GPU by the host's clock.
 
 The clock moves by 10% with what ran before, so every contestant runs in every round, and after different ones.
-"burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle.
+"burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle; "alone" is GPU time
+without the host's: the host launches a whole window, spell included, while the GPU sleeps and computes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +21,20 @@ from torch import Tensor
 IDLE_SECONDS = 0.3
 SUSTAINED_MS = 120.0  # of the same work before it is measured
 BURST_CALLS, SUSTAINED_CALLS = 3, 10
+ALONE_MS, ALONE_FEWEST, ALONE_MOST = 40.0, 3, 200  # of what is timed of a window without hosts, and its calls
+HOST_CALLS = 7
+_CYCLES_PER_MS = 1.98e6  # of an H200 at its highest clock; at a lower one the kernel sleeps for longer
+_MARGIN = 1.5  # of the GPU's sleep, for a host that is slower once
+
+T = TypeVar("T")
+# A moment; what takes two of them takes two of one kind.
+Event = Any
+# One call gives the moments before, between and after its parts.
+Step = Callable[[], list[Event]]
 
 
 class HostEvent:
-    """A moment by the host's clock, where there is no GPU: the work is done when it is launched."""
+    """A moment by the host's clock. Where there is no GPU the work is done when it is launched."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
@@ -30,16 +42,6 @@ class HostEvent:
     def elapsed_time(self, other: HostEvent) -> float:
         """Milliseconds until ``other``."""
         return 1e3 * (other.seconds - self.seconds)
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
-
-Rows = list[dict[str, Any]]
-# A moment on the device; what takes two of them takes two of one kind.
-Event = Any
-# One call gives the moments before, between and after its parts.
-Step = Callable[[], list[Event]]
 
 
 @dataclass(frozen=True)
@@ -72,88 +74,146 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def one_part(run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None) -> Step:
+def sleep(milliseconds: float) -> None:
+    """Keep the GPU, if there is one, idle that long before what is launched next."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
+
+
+def one_part(
+    run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None, mark: Callable[[], Event] = event
+) -> Step:
     """A step that is timed as a whole; ``ahead``, untimed and only on a GPU, as in `forward_and_backward`."""
 
     def step() -> list[Event]:
         if torch.cuda.is_available():
             ahead()
-        start = event()
+        start = mark()
         run()
-        return [start, event()]
+        return [start, mark()]
 
     return step
 
 
 def forward_and_backward(
-    forward: Callable[[], Any], inputs: Sequence[Tensor], gradient: Any, ahead: Callable[[], Any] = lambda: None
+    forward: Callable[[], Any],
+    inputs: Sequence[Tensor],
+    gradient: Any,
+    ahead: Callable[[], Any] = lambda: None,
+    mark: Callable[[], Event] = event,
 ) -> Step:
     """A step of two parts: ``forward()``, a tensor or several, and the gradients of that with respect to ``inputs``.
 
     ``ahead`` keeps the GPU busy until both are launched: of kernels this small the host's time would be measured.
+    ``mark``: `HostEvent` for the moments at which the host has launched them.
     """
 
     def step() -> list[Event]:
         if torch.cuda.is_available():
             ahead()
-        events = [event()]
+        events = [mark()]
         out = forward()
-        events.append(event())
+        events.append(mark())
         torch.autograd.grad(out, inputs, gradient)
-        return [*events, event()]
+        return [*events, mark()]
 
     return step
 
 
-def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
-    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: "burst" or "sustained"."""
-    names = list(steps)
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
-    settles = mode == "sustained" and torch.cuda.is_available()  # a GPU's clock
-    settle = {name: _calls_for(steps[name], SUSTAINED_MS) if settles else 1 for name in names}
-    calls = SUSTAINED_CALLS if mode == "sustained" else BURST_CALLS
-    for index in range(count):
-        if not torch.cuda.is_available():  # where a case may take minutes
-            print(f"{mode}: round {index + 1} of {count}", flush=True)
-        for name in turn(names, index):
-            if mode == "burst":
-                synchronize()
-                time.sleep(IDLE_SECONDS)
-            for _ in range(settle[name]):
-                steps[name]()
-            samples = [steps[name]() for _ in range(calls)]
-            synchronize()
-            found[name].append(medians(samples))
-    return found
-
-
-def medians(samples: list[list[Event]]) -> list[float]:
-    """The median milliseconds of each part, of calls whose device is done."""
-    times = [[start.elapsed_time(end) for start, end in itertools.pairwise(sample)] for sample in samples]
-    return [statistics.median(part) for part in zip(*times, strict=True)]
-
-
-def turn(names: list[str], index: int) -> list[str]:
+def turn(names: Sequence[str], index: int) -> list[str]:
     """The order of round ``index``: every other round it is turned by one, between them it runs backwards.
 
     How much power a contestant draws is felt for a while after it: nobody may come after the same one in every round.
     """
     first = index // 2 % len(names)
-    order = names[first:] + names[:first]
+    order = [*names[first:], *names[:first]]
     return order[::-1] if index % 2 else order
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Median and the 20th and 80th percentile, in the unit given."""
-    if len(values) == 1:
-        return {"median": values[0], "p20": values[0], "p80": values[0]}
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return {"median": round(statistics.median(values), 4), "p20": round(fifths[0], 4), "p80": round(fifths[3], 4)}
+def in_turn(
+    runs: Mapping[str, Callable[[], T]], count: int, before: Callable[[int], object] = lambda index: None
+) -> dict[str, list[T]]:
+    """Name to what it returned in each round, in changing order; ``before`` is called before each, with its index."""
+    found: dict[str, list[T]] = {name: [] for name in runs}
+    for index in range(count):
+        before(index)
+        for name in turn(list(runs), index):
+            found[name].append(runs[name]())
+    return found
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median over the rounds of theirs / ours."""
-    return round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 4)
+def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
+    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: see above."""
+
+    def announce(index: int) -> None:
+        if not torch.cuda.is_available():  # where a case may take minutes
+            print(f"{mode}: round {index + 1} of {count}", flush=True)
+
+    windows = {name: _window(step, mode) for name, step in steps.items()}
+    return in_turn({name: partial(windows[name].medians_of, step) for name, step in steps.items()}, count, announce)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """``spell`` calls of a step that do not count, then ``calls`` that do; before them the GPU is idle."""
+
+    spell: int
+    calls: int
+    idle_seconds: float = 0.0
+    sleep_ms: float = 0.0
+
+    def medians_of(self, step: Step) -> list[float]:
+        synchronize()
+        time.sleep(self.idle_seconds)
+        sleep(self.sleep_ms)
+        for _ in range(self.spell):
+            step()
+        marks = [step() for _ in range(self.calls)]
+        synchronize()
+        return medians(marks)
+
+
+def _window(step: Step, mode: str) -> _Window:
+    """In mode "alone" the sleep gives the host its lead; on a CPU nothing sleeps, to see that everything works."""
+    if mode == "burst":
+        return _Window(1, BURST_CALLS, idle_seconds=IDLE_SECONDS)
+    if mode == "sustained" and not torch.cuda.is_available():  # no clock has to settle
+        return _Window(1, SUSTAINED_CALLS)
+    step()  # what is recorded at a first call is recorded now
+    host = gpu = 0.0
+    for _ in range(3):
+        synchronize()
+        sleep(2 * _MARGIN * host)
+        start = HostEvent()
+        marks = step()
+        host = start.elapsed_time(HostEvent())
+        synchronize()
+        gpu = max(marks[0].elapsed_time(marks[-1]), 1e-3)
+    spell = max(1, round(SUSTAINED_MS / gpu))
+    if mode == "sustained":
+        return _Window(spell, SUSTAINED_CALLS)
+    assert mode == "alone"
+    calls = min(ALONE_MOST, max(ALONE_FEWEST, round(ALONE_MS / gpu)))
+    return _Window(spell, calls, sleep_ms=_MARGIN * (host + max(0.0, host - gpu) * (spell + calls)))
+
+
+def host_ms(step: Step) -> list[float]:
+    """Median milliseconds of each part of a step of `HostEvent`, until the host has launched it."""
+    samples = []
+    for _ in range(HOST_CALLS):
+        synchronize()
+        samples.append(step())
+    return medians(samples)
+
+
+def wall_ms(run: Callable[[], Any], calls: int = 1) -> float:
+    """Milliseconds of a call by the host's clock, from an idle device until it is done."""
+    synchronize()
+    start = HostEvent()
+    for _ in range(calls):
+        run()
+    synchronize()
+    return start.elapsed_time(HostEvent()) / calls
 
 
 def memory_of(run: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -166,8 +226,20 @@ def memory_of(run: Callable[[], Any]) -> tuple[Any, int, int]:
     return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
-def _calls_for(step: Step, milliseconds: float) -> int:
-    step()
-    events = step()
-    events[-1].synchronize()
-    return max(1, round(milliseconds / max(events[0].elapsed_time(events[-1]), 1e-3)))
+def medians(samples: Sequence[Sequence[Event]]) -> list[float]:
+    """The median milliseconds of each part, of calls whose device is done."""
+    times = [[start.elapsed_time(end) for start, end in itertools.pairwise(sample)] for sample in samples]
+    return [statistics.median(part) for part in zip(*times, strict=True)]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and the 20th and 80th percentile, in the unit given."""
+    if len(values) == 1:
+        return {"median": values[0], "p20": values[0], "p80": values[0]}
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return {"median": round(statistics.median(values), 4), "p20": round(fifths[0], 4), "p80": round(fifths[3], 4)}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over the rounds of theirs / ours."""
+    return round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -56,6 +57,7 @@ def run(arguments: Sequence[str]) -> None:
 
     import torch
 
+    from tilemoe.bench import kernels, layer, step
     from tilemoe.bench.run import each_case
     from tilemoe.bench.timing import Settings
 
@@ -66,4 +68,9 @@ def run(arguments: Sequence[str]) -> None:
     print(f"on {device.type}: {', '.join(shapes)}; {rounds} rounds (--cases and --rounds set others)", flush=True)
     peers = _PEERS if options.peers is None else options.peers
     settings = Settings(device, peers.split(","), modes, rounds, options.kernels)
-    each_case(options.what, shapes, settings, options.seconds)
+    measure, describe = {
+        "layer": (layer.layer, layer.describe),
+        "kernels": (kernels.each_kernel, kernels.describe),
+        "step": (step.step, step.describe),
+    }[options.what]
+    each_case(options.what, shapes, partial(measure, settings), describe, options.seconds)
