@@ -24,7 +24,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilemoe
@@ -69,9 +68,6 @@ TOKENS = 1 << 22  # of the made-up text
 GIB = 2**30
 # model.moe.precision and train.dense_precision of each; bf16 is the layer's own dtype, under a recipe in fp32 that.
 PRECISIONS = MappingProxyType({"bf16": ("bf16", "bf16"), "fp8": ("fp8", "bf16"), "fp8+dense": ("fp8", "fp8")})
-# x (T, d), scores (T, K) fp32, ids (T, K), w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n) -> (T, d)
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 # ----------------------------------------------------------------------------------------------- whose experts
 
@@ -79,7 +75,7 @@ Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class SwappedExperts(Experts):
     """`Experts` by a ``compute`` of somebody else's."""
 
-    compute: Compute
+    compute: peers.Compute
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -126,30 +122,17 @@ def obstacle(name: str, model: ModelConfig, expert_parallel: int) -> str | None:
     return None if expert_parallel == 1 else "it does not divide experts among processes"
 
 
-def _ours() -> tuple[str, Compute | None]:
+def _ours() -> tuple[str, None]:
     return tilemoe.__version__, None
 
 
-def _scattermoe() -> tuple[str, Compute | None]:
-    from scattermoe import flatten_sort_count, parallel_linear
-
-    def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        order = flatten_sort_count(ids, num_experts=w1.shape[0])
-        h = parallel_linear(x, w1.transpose(1, 2), ids.shape[1], *order, grouped_out=True)
-        gate, up = h.chunk(2, dim=-1)
-        a, scores = F.silu(gate) * up, scores.to(x.dtype)
-        return parallel_linear(a, w2.transpose(1, 2), 1, *order, gates=scores, grouped_in=True)
-
-    return str(record.version("scattermoe")), compute
-
-
-def _grouped_mm() -> tuple[str, Compute | None]:
+def _grouped_mm() -> tuple[str, peers.Compute]:
     if not torch.cuda.is_available():  # torch.compile would need a C++ compiler
         return f"torch {torch.__version__}", peers.grouped_mm_experts
     return f"torch {torch.__version__}, compiled", torch.compile(peers.grouped_mm_experts, dynamic=False)
 
 
-CONTESTANTS = MappingProxyType({"tilemoe": _ours, "scattermoe": _scattermoe, "grouped_mm": _grouped_mm})
+CONTESTANTS = MappingProxyType({"tilemoe": _ours, "scattermoe": peers.scattermoe_experts, "grouped_mm": _grouped_mm})
 
 
 # ------------------------------------------------------------------------------------------------------ one job

@@ -27,7 +27,7 @@ def ours(weights: peers.Weights) -> peers.Contestant:
 
 def plain(weights: peers.Weights) -> peers.Contestant:
     """`grouped_mm` without torch.compile."""
-    run = lambda x: peers.grouped_mm_layer(x, weights, SHAPE.num_experts_per_tok)  # noqa: E731
+    run = peers.routed(peers.grouped_mm_experts, weights, SHAPE.num_experts_per_tok)
     return replace(ours(weights), name="grouped_mm", run=run)
 
 
@@ -43,7 +43,8 @@ def test_a_contestant_with_permuted_rows_passes_by_its_own_order(weights: peers.
     w1 = torch.nn.Parameter(peers.interleaved(weights.w1.detach()))
 
     def run(x: Tensor) -> Tensor:
-        return peers.grouped_mm_layer(x, replace(weights, w1=peers.concatenated(w1)), SHAPE.num_experts_per_tok)
+        ordered = replace(weights, w1=peers.concatenated(w1))
+        return peers.routed(peers.grouped_mm_experts, ordered, SHAPE.num_experts_per_tok)(x)
 
     contestant = replace(ours(weights), run=run, leaves=(weights.router, w1, weights.w2))
     assert "dw1" in str(check.problem(contestant, SHAPE, weights))

@@ -27,6 +27,9 @@ from tilemoe.shape import MoEShape
 # RMS error over RMS value: bf16's own is 3e-3 to 1e-2, that of e4m3 operands 5e-2 to 7e-2.
 TOLERANCES = MappingProxyType({"bf16": 2e-2, "fp8": 8e-2})
 
+# x (T, d), scores (T, K) fp32, ids (T, K), w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n) -> (T, d)
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -105,34 +108,40 @@ def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
 
 
 def scattermoe(shape: MoEShape, weights: Weights) -> Contestant:
-    """ScatterMoE's gated MLP behind a plain PyTorch router; its rows are [up; gate]."""
-    from scattermoe.mlp import GLUMLP
-
-    n, k = shape.intermediate_size, shape.num_experts_per_tok
-    with torch.device("meta"):
-        mlp = GLUMLP(shape.hidden_size, n, shape.num_experts, k)
-    mlp.experts.weight = nn.Parameter(weights.w1.detach().roll(n, dims=1))
-    mlp.output_experts.weight = weights.w2
-
-    def run(x: Tensor) -> Tensor:
-        scores, ids = plain_router(x, weights.router, k)
-        return mlp(x, scores.to(x.dtype), ids)
-
-    leaves = (weights.router, mlp.experts.weight, weights.w2)
-    return Contestant("scattermoe", str(record.version("scattermoe")), run, leaves, lambda grad: grad.roll(n, dims=1))
+    version, experts = scattermoe_experts()
+    layer = routed(experts, weights, shape.num_experts_per_tok)
+    return Contestant("scattermoe", version, layer, (weights.router, weights.w1, weights.w2), lambda grad: grad)
 
 
 def grouped_mm(shape: MoEShape, weights: Weights) -> Contestant:
-    """PyTorch alone: `grouped_mm_layer`, left to torch.compile."""
-    k = shape.num_experts_per_tok
-    compiled = torch.compile(lambda x: grouped_mm_layer(x, weights, k), dynamic=False)
+    """PyTorch alone, left to torch.compile, the router included."""
+    layer = torch.compile(routed(grouped_mm_experts, weights, shape.num_experts_per_tok), dynamic=False)
     leaves = (weights.router, weights.w1, weights.w2)
-    return Contestant("grouped_mm", f"torch {torch.__version__}", compiled, leaves, lambda grad: grad)
+    return Contestant("grouped_mm", f"torch {torch.__version__}", layer, leaves, lambda grad: grad)
 
 
-def grouped_mm_layer(x: Tensor, weights: Weights, k: int) -> Tensor:
-    scores, ids = plain_router(x, weights.router, k)
-    return grouped_mm_experts(x, scores, ids, weights.w1, weights.w2)
+def routed(experts: Compute, weights: Weights, k: int) -> Callable[[Tensor], Tensor]:
+    """The layer of these experts, behind a plain PyTorch router."""
+
+    def layer(x: Tensor) -> Tensor:
+        scores, ids = plain_router(x, weights.router, k)
+        return experts(x, scores, ids, weights.w1, weights.w2)
+
+    return layer
+
+
+def scattermoe_experts() -> tuple[str, Compute]:
+    """ScatterMoE's version, and its experts as its own ``GLUMLP`` calls its kernels. ImportError: it is not there."""
+    from scattermoe import flatten_sort_count, parallel_linear
+
+    def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        order = flatten_sort_count(ids, num_experts=w1.shape[0])
+        h = parallel_linear(x, w1.transpose(1, 2), ids.shape[1], *order, grouped_out=True)
+        gate, up = h.chunk(2, dim=-1)
+        a, scores = F.silu(gate) * up, scores.to(x.dtype)
+        return parallel_linear(a, w2.transpose(1, 2), 1, *order, gates=scores, grouped_in=True)
+
+    return str(record.version("scattermoe")), compute
 
 
 def grouped_mm_experts(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:

@@ -52,9 +52,8 @@ class Step:
     wait_ms: float = 0.0
 
     def predicted_ms(self, gpu: Gpu, dtype: str) -> float:
-        rate = rate_on(self.rate, gpu, dtype)
         flops = self.cost.flops if self.flops is None else self.flops
-        taken = flops / 1e9 / rate.first + self.cost.bytes / 1e9 / rate.second
+        taken = rate_on(self.rate, gpu, dtype).milliseconds(flops / 1e9, self.cost.bytes / 1e9)
         return LAUNCH_MS + self.wait_ms + max(taken, self.cost.roofline_ms(gpu.ceilings(dtype)))
 
 

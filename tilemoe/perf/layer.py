@@ -12,7 +12,7 @@ from typing import Any
 from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
 from tilemoe.perf.costs import Cost
 from tilemoe.perf.designs import DESIGNS, Design
-from tilemoe.perf.hardware import Ceilings, Gpu
+from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.padding import padding_waste
 from tilemoe.perf.predict import (
     LAYER_BACKWARD,
@@ -82,38 +82,25 @@ def _steps(shape: MoEShape, gpu: Gpu, dtype: str) -> list[dict[str, Any]]:
     """Each step of forward and backward, in order; choosing experts and planning have no FLOPs or bytes to speak of."""
     known = costs(shape, dtype)
     return [
-        {
-            "step": step,
-            "part": part,
-            "dtype": operand_dtype(step, shape, dtype),
-            **(_cost(known[step], gpu.ceilings(operand_dtype(step, shape, dtype))) if step in known else {}),
-            "predicted_ms": step_ms(step, shape, gpu, dtype),
-        }
+        _step(step, part, gpu, operand_dtype(step, shape, dtype), known.get(step), step_ms(step, shape, gpu, dtype))
         for part, steps in zip(PARTS, (LAYER_FORWARD, LAYER_BACKWARD), strict=True)
         for step in steps
     ]
 
 
-def _cost(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
-    return {
-        "flops": cost.flops,
-        "bytes": cost.bytes,
-        "flop_per_byte": cost.intensity,
-        "bound": cost.bound(ceilings),
-        "roofline_ms": cost.roofline_ms(ceilings),
-    }
+def _step(name: str, part: str, gpu: Gpu, dtype: str, cost: Cost | None, predicted_ms: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": name, "part": part, "dtype": dtype}
+    if cost is not None:
+        ceilings = gpu.ceilings(dtype)
+        row |= {"flops": cost.flops, "bytes": cost.bytes, "flop_per_byte": cost.intensity}
+        row |= {"bound": cost.bound(ceilings), "roofline_ms": cost.roofline_ms(ceilings)}
+    return {**row, "predicted_ms": predicted_ms}
 
 
 def _other(design: Design, gpu: Gpu, dtype: str) -> dict[str, Any]:
     """Another design's experts, without a router."""
     steps = [
-        {
-            "step": name,
-            "part": part,
-            "dtype": dtype,
-            **_cost(step.cost, gpu.ceilings(dtype)),
-            "predicted_ms": step.predicted_ms(gpu, dtype),
-        }
+        _step(name, part, gpu, dtype, step.cost, step.predicted_ms(gpu, dtype))
         for part, steps_of_part in zip(PARTS, (design.forward, design.backward), strict=True)
         for name, step in steps_of_part.items()
     ]

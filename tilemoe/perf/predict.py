@@ -50,6 +50,9 @@ class Rate:
     first: float
     second: float
 
+    def milliseconds(self, first: float, second: float) -> float:
+        return first / self.first + second / self.second
+
 
 KINDS = MappingProxyType(
     {
@@ -153,10 +156,10 @@ def row_tile(shape: MoEShape, gpu: Gpu) -> int:
 
 def step_ms(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> float:
     """Predicted milliseconds of a step of `LAYER_FORWARD` or `LAYER_BACKWARD`; of a kernel in one slice."""
-    rate, (first, second) = _rate(step, shape, gpu, dtype), amounts(step, shape, gpu, dtype)
     cost = costs(shape, dtype).get(step)  # None of choosing experts
     at_least = 0.0 if cost is None else cost.roofline_ms(gpu.ceilings(operand_dtype(step, shape, dtype)))
-    return LAUNCH_MS * LAUNCHES.get(step, 1) + max(first / rate.first + second / rate.second, at_least)
+    taken = _rate(step, shape, gpu, dtype).milliseconds(*amounts(step, shape, gpu, dtype))
+    return LAUNCH_MS * LAUNCHES.get(step, 1) + max(taken, at_least)
 
 
 def layer_ms(shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, float]:
