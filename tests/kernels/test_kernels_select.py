@@ -16,11 +16,18 @@ from helpers import raises_one_line
 from tilemoe.config import MoEConfig
 from tilemoe.kernels import choose
 from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, choose_router, select_kernels
+from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.experts import table
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, band_tiles, choose_tile, shared_bytes, tile_rows
+from tilemoe.kernels.plan import triton as triton_plan
+from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.kernels.plan.torch import sort_by_expert
+from tilemoe.kernels.rounding import triton as rounding
+from tilemoe.kernels.router import triton as router
+from tilemoe.kernels.router import triton_input_grad as router_input
 from tilemoe.runtime import device as device_module
 from tilemoe.runtime.device import Device, device_of, has_fast_gemm
 
@@ -181,24 +188,75 @@ def test_triton_serves_gpus_where_the_shapes_suit_it() -> None:
     assert select_kernels("cuda", torch.float16).name == "triton"
 
 
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+NO_TRITON = "Triton does not run on cpu"
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "widths", "reason"),
+    ("ask", "arguments", "name", "reason"),
     [
-        (GPU, torch.float64, (64, 32), "no Triton kernel computes in torch.float64"),
-        (GPU, torch.float64, (64, 36), "no Triton kernel computes in torch.float64"),
-        (GPU, torch.float32, (64, 32), "cuBLAS's fp32 products are faster; pass kernels='triton'"),
-        (GPU, torch.bfloat16, (64, 36), "must be multiples of 8"),
-        (GPU, torch.bfloat16, (60, 32), "must be multiples of 8"),
-        (CPU, torch.bfloat16, (64, 32), "Triton does not run on cpu"),
-        (CPU, torch.bfloat16, (60, 32), "Triton does not run on cpu"),
+        (choose_experts, (GPU, FP64, (64, 32)), "torch", "no Triton kernel computes in torch.float64"),
+        (choose_experts, (GPU, FP64, (64, 36)), "torch", "no Triton kernel computes in torch.float64"),
+        (choose_experts, (GPU, FP32, (64, 32)), "torch", "cuBLAS's fp32 products are faster; pass kernels='triton'"),
+        (choose_experts, (GPU, BF16, (64, 36)), "torch", "must be multiples of 8"),
+        (choose_experts, (GPU, BF16, (60, 32)), "torch", "must be multiples of 8"),
+        (choose_experts, (CPU, BF16, (64, 32)), "torch", NO_TRITON),
+        (choose_experts, (CPU, BF16, (60, 32)), "torch", NO_TRITON),
+        (choose_router, (GPU, FP32, 128, 8), "triton", ""),
+        (choose_router, (GPU, FP32, 1, 1), "triton", ""),
+        (choose_router, (GPU, FP32, 4096, 32), "triton", ""),
+        (choose_router, (CPU, FP32, 128, 8), "torch", NO_TRITON),
+        (choose_router, (GPU, FP64, 128, 8), "torch", "no Triton kernel computes in torch.float64"),
+        (choose_router, (GPU, FP32, 128, 33), "torch", "more than 32 experts per token"),
+        (choose_router, (GPU, FP32, 4097, 8), "torch", "more than 4096 experts"),
+        (choose_rounding, (GPU, FP32, 8), "triton", ""),
+        (choose_rounding, (GPU, FP32, 4097), "torch", "more than 4096 experts"),
+        (choose.choose_plan, (CPU, 8, 4), "torch", NO_TRITON),
+        (choose.choose_plan, (GPU, 0, 4), "torch", "the number of pairs is not in"),
+        (choose.choose_plan, (GPU, 1, 4096), "triton", ""),
+        (choose.choose_plan, (GPU, 8, 4097), "torch", "more than 4096 experts"),
+        (choose.choose_plan, (GPU, triton_plan.MAX_PAIRS + 1, 4), "torch", "the number of pairs is not in"),
+        (choose.choose_inference_plan, (CPU, 8, 4), "torch", NO_TRITON),
+        (choose.choose_expert_parallel, (CPU, 4, 4, 4, 2), "torch", NO_TRITON),
+        (choose.choose_expert_parallel, (GPU, 4, 32, 128, 8), "triton", ""),
+        (choose.choose_expert_parallel, (GPU, 0, 0, 128, 8), "torch", exchange.why_unsupported(0, 0, 128, 8)),
+        (choose.choose_expert_parallel, (GPU, 4, 32, 130, 65), "torch", exchange.why_unsupported(4, 32, 130, 65)),
+        (choose_lm, (torch.nn.Parameter(torch.ones(2)),), "torch", "Parameter may stand for a tensor"),
     ],
 )
-def test_torch_serves_the_rest_and_says_why(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], reason: str
-) -> None:
-    chosen = choose_experts(device, dtype, widths)
-    assert chosen.name == "torch"
-    assert reason in chosen.reason
+def test_who_serves_and_why(ask: Callable[..., Any], arguments: tuple[Any, ...], name: str, reason: str) -> None:
+    choice = ask(*arguments)
+    assert choice.name == name
+    assert choice.reason
+    assert reason in choice.reason
+
+
+def test_each_plan_has_its_builder() -> None:
+    """Of few pairs, in inference, one of its own."""
+    most, experts = plan_small.MAX_PAIRS, plan_small.MAX_EXPERTS
+    for ask, arguments, builder in (
+        (choose.choose_plan, (CPU, 8, 4), sort_by_expert),
+        (choose.choose_plan, (GPU, 8, 4), triton_plan.count_sort),
+        (choose.choose_inference_plan, (CPU, 8, 4), sort_by_expert),
+        (choose.choose_inference_plan, (GPU, 8, 4), plan_small.count_sort_small),
+        (choose.choose_inference_plan, (GPU, most + 1, 4), triton_plan.count_sort),
+        (choose.choose_inference_plan, (GPU, 8, experts + 1), triton_plan.count_sort),
+    ):
+        assert ask(*arguments).impl.build is builder
+
+
+def test_cpu_tensors_are_refused() -> None:
+    x, ids = torch.zeros(32, 2), torch.zeros(32, 1, dtype=torch.int32)
+    of_rounding = rounding.RoundingSpec("nearest", 16, "softmax", True, 1.0, 64)
+    for refused in (
+        lambda: device_of(x),
+        lambda: router.select(x, None, None, router.RouterSpec(1, "softmax", True, 1.0, 1, 1, False, False)),
+        lambda: triton_plan.count_sort(ids, 3),
+        lambda: rounding.round_rows(x, ids, x[:, :1], None, None, of_rounding),
+        lambda: router_input.why_unsupported(x, torch.zeros(2, 3), torch.zeros(32, 3)),
+    ):
+        with pytest.raises(ValueError, match="need a GPU but x is on cpu"):
+            refused()
 
 
 def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,17 +276,6 @@ def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     choose._known_experts_on.cache_clear()
     assert {(choice.name, choice.reason) for choice in choices} == {("torch", "none today")}
-
-
-def test_a_layers_own_limits_are_the_reason_where_triton_runs() -> None:
-    assert choose_rounding(GPU, torch.float32, 8).name == "triton"
-    for choice, reason in (
-        (choose_router(GPU, torch.float64, 8, 2), "no Triton kernel computes in torch.float64"),
-        (choose_router(GPU, torch.float32, 8, 33), "more than 32 experts per token"),
-        (choose_rounding(GPU, torch.float32, 4097), "more than 4096 experts"),
-        (choose_lm(torch.nn.Parameter(torch.ones(2))), "Parameter may stand for a tensor"),
-    ):
-        assert (choice.name, choice.reason) == ("torch", reason)
 
 
 @pytest.mark.parametrize(

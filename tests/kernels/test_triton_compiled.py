@@ -1,146 +1,218 @@
-"""The Triton kernels compiled for GPUs that are not here: matrix units, TMA, shared memory and spills as promised.
+"""The Triton kernels compiled for GPUs that are not here: what `compiled_rows.ROWS` says of each, and what is said of
+one kernel alone. The GEMMs and what a layer launches: test_triton_every_kernel.py.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
+from __future__ import annotations
+
+import random
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import compiled_rows as rows
 import pytest
 import torch
-import triton
+from compiled_rows import DEVICES, NO_SPILL, ROWS, SIZES, few_row_gemms, name_of
 from triton_compile import (
     CAPABILITIES,
+    GFX942,
     MATRIX_UNIT,
+    MI300,
     NVIDIA,
-    bytes_of_copies,
+    amd_spills,
     compile_launch,
+    compile_launches,
     compiled_key,
     count_spill_loads,
-    make_operands,
-    row_gemm_launch,
+    machine_code,
+    recorded_launches,
+    stack_bytes,
 )
 
-from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.formats.dense import empty_weight_grad
-from tilemoe.kernels.experts.triton import bias_grad, host
-from tilemoe.kernels.experts.triton.configs import WEIGHT_GRADS, Kernel, tile_rows
-from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
-from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.launch import Launch
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes, small_m
+from tilemoe.kernels.experts.triton.transpose import SLICE
+from tilemoe.kernels.router import triton as router
+from tilemoe.kernels.router.triton import RouterSpec, select_launch
+from tilemoe.runtime.launch import Launch, ceil_div
 
-GATHERED = {"up_proj_act", "down_proj_dgrad_dact", "up_proj_wgrad"}
-# Beside a TMA load, Triton 3.6 takes this gather through registers where the matrix units are those of 2020.
-GATHERED_BY_REGISTER = {("up_proj_wgrad", 120)}
-# Spill loads by kernel and capability, all in the epilogue, once per tile of 128 x 256.
-SPILLS = {("down_proj_dgrad_dact", 100): 48}
-if not triton.__version__.startswith("3.6."):
-    SPILLS |= {("up_proj_act", 90): 4, ("down_proj_dgrad_dact", 90): 16}
-SPILLS_WITH_SUMS = {120: 3}  # of up_proj_wgrad that gives db1, too
-D, N, E, T, K = 1536, 256, 2, 64, 2
+NEWER = (100, 120)  # GPUs that nobody has run these kernels on
+COMPILED = [
+    pytest.param(name, capability, marks=pytest.mark.thorough if capability in NEWER else ())
+    for name, row in ROWS.items()
+    for capability in row.capabilities
+]
 
 
-def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
-    """One launch of each kind of kernel for swiglu, its operands on the CPU."""
-    device, of = NVIDIA[capability], make_operands(dtype=dtype)
-    gemms = ("up_proj_act", "down_proj", "down_proj_dgrad_dact")
-    _, dh, _, partial = host.dgrad_dact_launch(of.x, of.w2, of.h, of.s, of.plan, of.tiles, of.spec, device)
-    products_launch, products = bias_grad.products_launch(of.x, torch.zeros(E, D, dtype=dtype), device)
-    of.plan.derived[tile_rows(dtype.itemsize, device)] = of.tiles
-    dense_scores, dense = bias_grad.dense_scores_launch(of.x, of.s, of.plan, device)
-    tile_sums, sums = bias_grad.tile_sums_launch(dh, of.tiles, 128)
-    return {
-        **{name: row_gemm_launch(host, name, of, device) for name in gemms},
-        "up_proj_wgrad": host.wgrad_launch("up_proj_wgrad", of.x, dh, of.w1.transpose(1, 2), of.plan, device),
-        "score_grad": host.score_grad_launch(partial, products, of.s, of.plan, of.tiles, 128)[0],
-        "bias_products": products_launch,
-        "dense_scores": dense_scores,
-        "scores_times_grad": bias_grad.scores_times_grad_launch(of.x, dense, of.plan, device)[0],
-        "tile_sums": tile_sums,
-        "expert_sums": bias_grad.expert_sums_launch(sums, of.plan, 128)[0],
-        "tile_lists": tile_lists_launch(of.plan, 128, 192)[0],
-    }
+@pytest.mark.parametrize(("name", "capability"), COMPILED)
+def test_row(name: str, capability: int, tmp_path: Path) -> None:
+    row, device = ROWS[name], DEVICES[capability]
+    launches = list(row.launches(device))
+    assert row.kernels <= set(map(name_of, launches)), "a kernel is left out"
+    assert {kernel for *_, kernel in row.has} <= {"", *map(name_of, launches)}
+    for launch, compiled in compile_launches(launches, capability):
+        where, ptx = f"{name_of(launch)} for sm_{capability}", str(compiled.asm["ptx"])
+        programs = 1 if launch.max_registers is None else 2
+        assert programs * compiled.metadata.shared <= (row.shared or device.shared_bytes), where
+        if (stack := stack_bytes(compiled, tmp_path)) > row.stack:
+            assert capability == 120, where
+            assert stack <= NO_SPILL, where
+            assert count_spill_loads(compiled, tmp_path) <= row.loads_on_120, where
+        assert re.search(row.lacks, ptx) is None, where
+        for pattern, least, kernel in row.has:
+            if kernel in ("", name_of(launch)):
+                pattern = re.escape(MATRIX_UNIT[capability]) if pattern == rows.MATRIX_UNIT else pattern
+                assert len(re.findall(pattern, ptx)) >= least, f"{where}: {pattern}"
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("name", ["up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_wgrad"])
-def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
-    compiled = compile_launch(launches(capability, torch.bfloat16)[name], capability)
-    ptx = compiled.asm["ptx"]
-    assert MATRIX_UNIT[capability] in ptx
-    assert ("cp.async.bulk.tensor" in ptx) == NVIDIA[capability].has_tma
-    by_pointer = name in GATHERED or not NVIDIA[capability].has_tma
-    if by_pointer and (name, capability) not in GATHERED_BY_REGISTER:
-        assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"
-    assert compiled.metadata.shared <= NVIDIA[capability].shared_bytes
-    assert count_spill_loads(compiled, tmp_path) <= SPILLS.get((name, capability), 0)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.amd])
+def test_amd(name: str) -> None:
+    for launch, compiled in compile_launches(ROWS[name].launches(MI300), GFX942):
+        assert compiled.metadata.shared <= MI300.shared_bytes, name_of(launch)
+        assert amd_spills(compiled) == 0, name_of(launch)
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["stored", "added"])
-@pytest.mark.parametrize("column_major", [False, True])
-@pytest.mark.parametrize("kernel", WEIGHT_GRADS)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_weight_gradients_of_either_order_leave_by_wide_stores(
-    capability: int, kernel: Kernel, column_major: bool, adds: bool, tmp_path: Path
-) -> None:
-    device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
-    out = empty_weight_grad(by_row, (E, D, N), column_major)
-    launch = host.wgrad_launch(kernel, by_token, by_row, out.float() if adds else out, plan, device, adds)
-    assert launch.constants["TRANSPOSED"] == column_major
+# Many numbers of tokens, one code.
+
+OF_TOKENS: dict[str, tuple[Callable[[int], Iterable[Launch]], tuple[int, ...]]] = {
+    "rounding": (lambda tokens: rows.rounded(8, 2, "nearest", "softmax", tokens)(NVIDIA[90]), (128, 129, 1000, 4096)),
+    "bias gradients": (lambda tokens: rows.bias_grads(NVIDIA[90], "gpt-oss", tokens=tokens).values(), (16, 17, 1000)),
+    "exchange": (
+        lambda tokens: rows.recorded(rows.sent(4, torch.bfloat16, here=tokens % 4, tokens=tokens))(NVIDIA[90]),
+        (1, 48, 77, 202),
+    ),
+    "few rows": (lambda tokens: few_row_gemms(tokens, NVIDIA[90], widths=(64, 32)), (1, 2, 7, 16)),
+    "not so few": (lambda tokens: few_row_gemms(tokens, NVIDIA[90], widths=(64, 32)), (17, 32, 33, 64)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_the_number_of_tokens_is_in_no_key(name: str) -> None:
+    launches_of, numbers = OF_TOKENS[name]
+    assert len({tuple(map(compiled_key, launches_of(tokens))) for tokens in numbers}) == 1
+
+
+@pytest.mark.parametrize("d", [2176, 2304, 3072, 7168])
+def test_nothing_has_to_be_compiled_once_a_slice_was_added(d: int) -> None:
+    """Else an operator's first call would add the slice twice: it launches until it lacks a binary, then runs again."""
+    kernels, x, dh, total = (
+        backend_named("hopper_fp8"),
+        rows.zeros(256, d),
+        rows.zeros(512, 2048),
+        torch.zeros(4, 2048, d),
+    )
+    with recorded_launches(NVIDIA[90]) as launches:
+        kernels.up_proj_wgrad_bias_grad(x, dh, rows.topk_plan(256, 2, 4), False, total)
+    keys = [(launch.kernel, launch._key()) for launch in launches]
+    adds = [at for at, launch in enumerate(launches) if launch.constants.get("ADDS")]
+    assert len(adds) == ceil_div(d, SLICE)
+    assert set(keys[adds[0] :]) <= set(keys[: adds[0] + 1])
+
+
+# One kernel alone.
+
+
+def test_all_logits_have_their_gradient_before_the_chosen_do() -> None:
+    """Other threads store those."""
+    for name in ("select 512 10 softmax True 1.0 1 1 True True", "select 256 8 sigmoid True 2.5 8 4 True True"):
+        backward = list(ROWS[name].launches(NVIDIA[90]))[1]
+        ptx = str(compile_launch(backward, 90).asm["ptx"])
+        stores = re.findall(r"(st\.global\.v4|st\.global|bar\.sync)", ptx)
+        of_all = len(stores) - stores[::-1].index("st.global.v4")
+        assert stores[of_all] == "bar.sync"
+        assert set(stores[of_all:]) == {"bar.sync", "st.global"}
+
+
+def test_groups_never_fill_more_columns_than_fit() -> None:
+    for groups in range(1, router.MAX_EXPERTS // 2 + 1):
+        logits = torch.empty(1, router.MAX_EXPERTS // groups * groups, device="meta")
+        tile = select_launch(logits, None, None, RouterSpec(1, "softmax", True, 1.0, groups, 1, False, False))
+        assert tile.constants["GROUPS"] * tile.constants["GROUP"] <= 8192
+        assert tile.num_warps <= 16
+
+
+def test_two_ctas_of_nf4_share_a_hopper() -> None:
+    of_nf4 = next(row for name, row in ROWS.items() if name.startswith("nf4"))
+    assert [launch.max_registers for launch in of_nf4.launches(NVIDIA[90])] == [128] * 4
+    assert {launch.max_registers for launch in of_nf4.launches(NVIDIA[80])} == {None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.thorough)])
+def test_a_sum_of_rows_has_wide_loads_in_flight(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """16 bytes of each thread's, several asked for before the first is added: 64 KB with 8 programs at a time."""
+    launch = rows.bias_grads(NVIDIA[capability], "gpt-oss", dtype)["tile_sums"]
     compiled = compile_launch(launch, capability)
-    ptx = compiled.asm["ptx"]
-    if device.has_tma:
-        assert re.search(rf"cp\.{'reduce.' if adds else ''}async\.bulk\.tensor\.3d\.global", ptx)
-        assert "st.global" not in ptx
-    else:
-        assert set(re.findall(r"\bst\.global\S*", ptx)) == {"st.global.v4.b32"}
-        assert not adds or len(re.findall(r"\bld\.global\.v4\.b32", ptx)) >= len(re.findall(r"\bst\.global", ptx))
-    assert compiled.metadata.shared <= device.shared_bytes
+    code = machine_code(compiled, tmp_path)
+    loads = [found.start() for found in re.finditer(r"\bLDG\.E\.128\b", code)]
+    first_sum = re.search(r"\bFADD\b", code)
+    assert first_sum is not None
+    ahead = sum(place < first_sum.start() for place in loads)
+    assert 8 * ahead * 16 * 32 * launch.num_warps >= 64 * 1024
+    height, width = launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]
+    assert len(loads) * 16 * 32 * launch.num_warps == height * width * dtype.itemsize, "no narrower loads"
     assert count_spill_loads(compiled, tmp_path) == 0
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["stored", "added"])
-@pytest.mark.parametrize("column_major", [False, True])
+def test_every_program_of_a_bias_gradient_has_work_on_an_h200() -> None:
+    """Of the product that sums over tokens: one wave, and most multiprocessors in it."""
+    for size, (d, _, experts, _) in SIZES.items():
+        tiles, splits = rows.bias_grads(NVIDIA[90], size)["scores_times_grad"].grid
+        assert tiles == -(-d // 128) * max(1, experts // 128), size
+        assert 0.85 * 132 <= tiles * splits <= 2 * 132, size
+
+
+# up_proj and down_proj for few rows.
+
+LAYOUTS = [
+    ("swiglu", "concatenated", False),
+    ("swiglu_oai", "interleaved", True),
+    *(
+        pytest.param(*layout, marks=pytest.mark.thorough)
+        for layout in (
+            ("swiglu", "concatenated", True),
+            ("geglu", "interleaved", False),
+            ("gelu_tanh", "concatenated", False),
+        )
+    ),
+]
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_bias_gradient_beside_a_weight_gradient(
-    capability: int, column_major: bool, adds: bool, tmp_path: Path
+@pytest.mark.parametrize("tokens", [1, 60])
+@pytest.mark.parametrize(("activation", "gate_up", "transposed"), LAYOUTS)
+def test_weights_of_every_layout_are_loaded_ahead_and_wide(
+    activation: str, gate_up: str, transposed: bool, tokens: int, capability: int, tmp_path: Path
 ) -> None:
-    """The gather takes the ones as it takes x; without sums the kernel has neither."""
-    device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    x, dh = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
-    out, sums = empty_weight_grad(dh, (E, D, N), column_major), torch.zeros(E, N)
-    out = out.float() if adds else out
-    with_sums, alone = (
-        compile_launch(host.wgrad_launch("up_proj_wgrad", x, dh, out, plan, device, adds, given), capability)
-        for given in (sums, None)
-    )
-    ptx, ptx_alone = with_sums.asm["ptx"], alone.asm["ptx"]
-    assert ptx.count("cp.async.cg.shared.global") == ptx_alone.count("cp.async.cg.shared.global")
-    assert bytes_of_copies(ptx) == bytes_of_copies(ptx_alone)
-    assert with_sums.metadata.shared <= device.shared_bytes
-    assert count_spill_loads(with_sums, tmp_path) <= SPILLS_WITH_SUMS.get(capability, 0)
+    device = NVIDIA[capability]
+    launches = few_row_gemms(tokens, device, activation, gate_up, transposed)
+    for launch, compiled in compile_launches(launches, capability):
+        ptx, tile = compiled.asm["ptx"], launch.constants
+        copies = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*, 0x([0-9a-f]+)", ptx)
+        assert len(copies) >= 3 * tile["BLOCK_K"] * tile["BLOCK_N"] // (8 * 32 * launch.num_warps), "stages in flight"
+        assert set(copies) == {"10"}, "16 bytes each"
+        # 16 rows are fewer than the newer instructions take.
+        assert (MATRIX_UNIT[capability] if tile["BLOCK_M"] == 64 else "mma.sync") in ptx
+        assert stack_bytes(compiled, tmp_path) <= NO_SPILL
+        assert compiled.metadata.shared <= device.shared_bytes // 2, "two programs share a multiprocessor"
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_fp32_is_not_added_in_one_chain(capability: int) -> None:
-    launch = launches(capability, torch.float32)["down_proj"]
-    ptx = compile_launch(launch, capability).asm["ptx"]
-    tile = launch.constants
-    sums = tile["BLOCK_M"] * tile["BLOCK_N"] // (32 * launch.num_warps)  # of a thread
-    # A step's products in a chain of their own, then one addition for each sum.
-    assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) >= sums * tile["BLOCK_K"]
-    assert len(re.findall(r"\badd\.(?:rn\.)?f32\b", ptx)) == sums
+def test_where_rows_are_few() -> None:
+    assert [small_m(tokens * 8, 128) for tokens in (0, 1, 128, 129, 512, 513)] == [16, 16, 16, 64, 64, None]
+    assert [small_m(tokens * 8, 64) for tokens in (64, 65, 256, 257)] == [16, 64, 64, None]
 
 
-def test_the_number_of_tokens_is_in_no_key() -> None:
-    spec = activation_spec("swiglu", "concatenated", None, None)
-    keys = set()
-    for tokens in (1, 17, 64, 1000):
-        plan = plan_topk(torch.arange(tokens * K).view(tokens, K) % E, E)
-        _, (tiles,) = tile_lists_launch(plan, 128)
-        x, w2, s = torch.zeros(tokens, 64), torch.zeros(E, 64, 32), torch.zeros(tokens * K)
-        h = torch.zeros(tokens * K, 64)
-        launch, *_ = host.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])
-        keys.add(compiled_key(launch))
-    assert len(keys) == 1
+def test_every_tile_for_few_rows_fits_twice() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        device = rng.choice([*NVIDIA.values(), MI300])
+        kernel = rng.choice(["up_proj_act", "down_proj"])
+        widths = [8 * rng.randint(1, 2 ** rng.randint(0, 11)) for _ in range(2)]
+        itemsize, block_m = rng.choice([2, 4]), rng.choice([16, 64])
+        gate_up = rng.choice([None, "concatenated", "interleaved"]) if kernel == "up_proj_act" else None
+        tile = choose_small_m_tile(kernel, block_m, *widths, itemsize, device, gate_up)  # type: ignore[arg-type]
+        assert tile.block_m == block_m
+        assert min(tile.block_n, tile.block_k) >= 16
+        assert shared_bytes(kernel, tile, itemsize, gate_up) <= device.shared_bytes // 2  # type: ignore[arg-type]

@@ -64,6 +64,14 @@ def test_what_it_serves(case: str) -> None:
     assert tokens == 0 or relative_error(got, want) < torch.finfo(DTYPES[0]).eps
 
 
+def test_the_operator_is_what_it_says_and_differentiable_once() -> None:
+    d_logits, weight, dx = operands(5, 3, 4, torch.float32)
+    torch.library.opcheck(ops.input_grad.registered, (d_logits, weight, dx))
+    out = ops.input_grad(d_logits, weight, dx.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"tilemoe\.MoE in 16 bits .* differentiable once.*tilemoe\.reference"):
+        out.sum().backward()
+
+
 @pytest.mark.skipif(INTERPRETED, reason="takes 9 GB")
 def test_offsets_beyond_int32() -> None:
     tokens = 2**31 // 4096 + 300

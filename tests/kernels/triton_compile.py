@@ -48,6 +48,7 @@ CAPABILITIES = [80, 90, *(pytest.param(capability, marks=pytest.mark.thorough) f
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 MI300, GFX942 = Device(0, 64 * KB, 304), GPUTarget("hip", "gfx942", 64)
 
+_AMD_SPILLS = ("private_segment_fixed_size", "vgpr_spill_count")
 _MAKING_IR = Lock()  # Triton's code generator sets and resets Python's filters of warnings, which threads share
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -194,6 +195,12 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
     (stack,), (local,) = re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)
     assert int(local) == 0, "local memory beside the stack"
     return int(stack)
+
+
+def amd_spills(compiled: Any) -> int:
+    """Bytes of scratch memory and spilled registers of the machine code for an AMD GPU."""
+    found = [re.findall(rf"\.{what}: +(\d+)", compiled.asm["amdgcn"]) for what in _AMD_SPILLS]
+    return sum(int(count) for (count,) in found)
 
 
 def count_spill_loads(compiled: Any, folder: Path) -> int:
