@@ -166,19 +166,6 @@ def install() -> FakeDriver:
     return driver
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for Triton's C function."""
-
-
-def install_silent() -> None:
-    """`install`, for timing the host alone: launches are not looked at, and operators are replayed."""
-    global _launch
-    install()
-    _launch = nothing
-    replayed.is_replayable = lambda first: torch._C._len_torch_dispatch_stack() == 0
-    torch.set_num_threads(1)
-
-
 def _is_replayable(first: Tensor) -> bool:
     watching = torch._C._len_torch_dispatch_stack()
     return watching == 0 or (watching == 1 and isinstance(_get_current_dispatch_mode(), Tracker))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_layers_operators(case: Case, name: str) -> None:
     assert all(map(is_direct, launches(recording))), "without Triton's launcher"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["moe", "down_proj_dgrad_dact", "add_up_proj_wgrad_bias_grad"])
 def test_another_release_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_RELEASE", "3.5.")
     operator = assert_repeated(RUNS[name], lambda: CASES["hopper"].args(name))
@@ -70,7 +71,7 @@ def test_another_release_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert not any(map(is_direct, launches(recording)))
 
 
-@pytest.mark.parametrize("name", ["moe", "moe_inference", "up_proj", "down_proj_dgrad_dact", "up_proj_input_grad"])
+@pytest.mark.parametrize("name", ["moe", "down_proj_dgrad_dact", "up_proj_input_grad"])
 def test_quantised_weights_are_found_again(name: str) -> None:
     """What is kept for a weight is no operand: a repetition asks for it, and gets another once the weight changes."""
     case = Case("hopper_fp8")
@@ -93,7 +94,7 @@ def test_quantised_weights_are_found_again(name: str) -> None:
     assert sum(isinstance(step, replay._Kept) for step in recording.steps) == len(weights)
 
 
-@pytest.mark.parametrize("name", ["hopper", "hopper, pairs", "triton, many rows", "triton, fp32"])
+@pytest.mark.parametrize("name", ["hopper, pairs", "triton, fp32"])
 def test_h_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept of h is made before down_proj and h given back; in the backward h is made again."""
     case = CASES[name]
@@ -149,32 +150,9 @@ def select_grad_args(balance: bool, z: bool, spread: bool = False, mode: str = "
     return (logits, ids, mask, d_scores, d_sums if balance else None, torch.zeros(()) if z else None, *spec)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("with_operands", [False, True])
-@pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (False, True), (True, True)])
-def test_select(balance: bool, z: bool, with_operands: bool, transposed: bool) -> None:
+def sigmoid_args(balance: bool, z: bool, with_operands: bool, transposed: bool) -> Args:
     spec = (2, "sigmoid", True, 2.5, 1, 1, balance, z)
-    assert_repeated(
-        router._select, lambda: select_args(spec=spec, bias=with_operands, mask=with_operands, transposed=transposed)
-    )
-
-
-@pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("mode", ["softmax", "late softmax"])
-@pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (True, True)])
-def test_select_grad(balance: bool, z: bool, mode: str, spread: bool) -> None:
-    assert_repeated(router._select_grad, lambda: select_grad_args(balance, z, spread, mode))
-
-
-@pytest.mark.parametrize("tokens", [40, 1])
-def test_the_routers_share_of_dx(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "why_not_triton", lambda *args: None)
-
-    def args() -> Args:
-        sizes = ((tokens, 16), (16, 64), (tokens, 64))
-        return tuple(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)
-
-    assert_repeated(router._input_grad, args)
+    return select_args(spec=spec, bias=with_operands, mask=with_operands, transposed=transposed)
 
 
 def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
@@ -182,45 +160,106 @@ def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
     return (mode, 16, score, True, 2.5, 40 * 2 + 8 * 15)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("mode", "score"), [("nearest", "softmax"), ("nearest_score", "late softmax"), ("balance", "sigmoid")]
-)
-def test_rounding(mode: str, score: str, masked: bool) -> None:
-    def make() -> Args:
-        logits, _, mask, *_ = select_args(mask=masked, transposed=masked)
-        uniform = torch.zeros(8) if mode == "nearest_score" else None
-        ids = torch.zeros(40, 2, dtype=torch.int32)
-        return (logits, ids, torch.zeros(40, 2), uniform, mask, *rounding_spec(mode, score))
-
-    operator = assert_repeated(rounding._rounded_scores, make)
-    (recording,) = recordings(operator)
-    launched = launches(recording)
-    assert len(launched) == (8 if mode == "nearest_score" else 6)
-    assert all(map(is_direct, launched)), "without Triton's launcher"
+def rounding_args(mode: str, score: str, masked: bool) -> Args:
+    logits, _, mask, *_ = select_args(mask=masked, transposed=masked)
+    uniform = torch.zeros(8) if mode == "nearest_score" else None
+    return (logits, indices(40, 2), torch.zeros(40, 2), uniform, mask, *rounding_spec(mode, score))
 
 
-@pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("score", ["softmax", "late softmax", "sigmoid"])
-def test_rounding_grad(score: str, spread: bool) -> None:
+def rounding_grad_args(score: str, spread: bool) -> Args:
     *_, capacity = spec = rounding_spec("nearest", score)
-
-    def make() -> Args:
-        logits, _, mask, *_ = select_args(mask=spread, transposed=spread)
-        d_scores = torch.zeros(1).expand(capacity) if spread else torch.zeros(capacity)
-        norm = torch.zeros(0 if score == "sigmoid" else 40, 2)
-        row, code = (torch.zeros(capacity, dtype=dtype) for dtype in (torch.int32, torch.int16))
-        start, ids = torch.zeros(41, dtype=torch.int32), torch.zeros(40, 2, dtype=torch.int32)
-        return (d_scores, logits, ids, mask, norm, row, code, start, *spec)
-
-    assert_repeated(rounding._rounded_scores_grad, make)
+    logits, _, mask, *_ = select_args(mask=spread, transposed=spread)
+    d_scores = torch.zeros(1).expand(capacity) if spread else torch.zeros(capacity)
+    code, norm = torch.zeros(capacity, dtype=torch.int16), torch.zeros(0 if score == "sigmoid" else 40, 2)
+    return (d_scores, logits, indices(40, 2), mask, norm, indices(capacity), code, indices(41), *spec)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("extra", [0, 1])
-def test_plan_builders(dtype: torch.dtype, extra: int) -> None:
-    for build in (count_sort, plan_small.count_sort_small):
-        assert_repeated(build, lambda: (torch.zeros(300, 2 + extra, dtype=dtype)[:, :2], 8))
+def input_grad_args(tokens: int) -> Args:
+    return tuple(torch.zeros(shape, dtype=BF16) for shape in ((tokens, 16), (16, 64), (tokens, 64)))
+
+
+TOKENS, RANKS, D = 40, 2, 128
+
+
+def indices(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def routed_args(pairs: bool) -> Args:
+    plan = Case(tokens=TOKENS, pairs=pairs).plan()
+    arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+    return (*arrays, TOKENS, RANKS, 1)
+
+
+def rows_apart(columns_apart: bool) -> Tensor:
+    rows = torch.zeros(TOKENS, D, dtype=BF16)
+    return rows.t().contiguous().t() if columns_apart else rows
+
+
+def place_args(pairs: bool, columns_apart: bool) -> Args:
+    routing = (torch.zeros(2 * TOKENS), indices(2, RANKS, 2), indices(2 * RANKS), *routed_args(pairs))
+    return (rows_apart(columns_apart), *routing)
+
+
+# An operator, its launches in one call (None: however many), and what makes its operands.
+OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] = {
+    "select": (router._select, None, partial(sigmoid_args, False, False, False, False)),
+    "select, balance": (router._select, None, partial(sigmoid_args, True, False, True, False)),
+    "select, z": (router._select, None, partial(sigmoid_args, False, True, False, True)),
+    "select, all": (router._select, None, partial(sigmoid_args, True, True, True, True)),
+    "select grad": (router._select_grad, None, partial(select_grad_args, False, False)),
+    "select grad, balance": (router._select_grad, None, partial(select_grad_args, True, False, True)),
+    "select grad, all": (router._select_grad, None, partial(select_grad_args, True, True, True, "late softmax")),
+    "select grad, late": (router._select_grad, None, partial(select_grad_args, False, False, False, "late softmax")),
+    "the router's share of dx": (router._input_grad, 1, partial(input_grad_args, 40)),
+    "the router's share of dx, one token": (router._input_grad, 1, partial(input_grad_args, 1)),
+    "rounding": (rounding._rounded_scores, 6, partial(rounding_args, "nearest", "softmax", False)),
+    "rounding, draws": (rounding._rounded_scores, 8, partial(rounding_args, "nearest_score", "late softmax", True)),
+    "rounding, balance": (rounding._rounded_scores, 6, partial(rounding_args, "balance", "sigmoid", True)),
+    "rounding grad": (rounding._rounded_scores_grad, None, partial(rounding_grad_args, "softmax", False)),
+    "rounding grad, late": (rounding._rounded_scores_grad, None, partial(rounding_grad_args, "late softmax", True)),
+    "rounding grad, sigmoid": (rounding._rounded_scores_grad, None, partial(rounding_grad_args, "sigmoid", True)),
+    "plan": (count_sort, None, lambda: (indices(300, 3)[:, :2], 8)),
+    "plan, int64": (count_sort, None, lambda: (indices(300, 2).long(), 8)),
+    "small plan": (plan_small.count_sort_small, None, lambda: (indices(300, 2), 8)),
+    "small plan, int64": (plan_small.count_sort_small, None, lambda: (indices(300, 3).long()[:, :2], 8)),
+    "what is sent, counted": (exchange._count_sent, 2, partial(routed_args, False)),
+    "what is sent, counted, pairs": (exchange._count_sent, 2, partial(routed_args, True)),
+    "what is sent": (exchange._place_sent, 2, partial(place_args, False, True)),
+    "what is sent, pairs": (exchange._place_sent, 2, partial(place_args, True, False)),
+    "what has come": (exchange._plan_received, 4, lambda: (indices(90, 2), indices(2, RANKS, 2), 1, 64, 50)),
+    "what has come, fp64": (exchange._plan_received, 4, lambda: (indices(90, 3), indices(2, RANKS, 2), 1, 64, 50)),
+    "packing": (exchange._pack_rows, 1, lambda: (rows_apart(False),)),
+    "packing, columns apart": (exchange._pack_rows, 1, lambda: (rows_apart(True),)),
+    "unpacking": (exchange._unpack_rows, 1, lambda: (indices(TOKENS, 33), BF16)),
+    "what comes back": (
+        exchange._sum_copies,
+        1,
+        lambda: (torch.zeros(60, D, dtype=BF16), indices(60), indices(TOKENS * RANKS), indices(RANKS + 1)),
+    ),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (by_triton.count_sent, by_triton.place_sent, by_triton.plan_received)
+    kernels = Choice("triton", ExpertParallelKernels(*steps), "")
+    monkeypatch.setattr(exchange, "choose_expert_parallel", lambda *args: kernels)
+    monkeypatch.setattr(exchange, "choose_experts", lambda *args: Choice("hopper", backend_named("hopper"), ""))
+    packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
+    monkeypatch.setattr(exchange, "choose_packing", lambda *args: packing)
+    monkeypatch.setattr(router, "why_not_triton", lambda *args: None)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_other_operators(name: str) -> None:
+    run, count, make = OPERATORS[name]
+    (recording,) = recordings(assert_repeated(run, make))
+    launched = launches(recording)
+    assert launched
+    assert count in (None, len(launched))
+    assert all(map(is_direct, launched)), "without Triton's launcher"
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -265,14 +304,6 @@ def test_what_one_mode_recorded_another_repeats() -> None:
     with torch.inference_mode():
         assert all(t.is_inference() for t in run(*case.args("down_proj_dgrad_dact")))
     assert not any(t.is_inference() for t in run(*case.args("down_proj_dgrad_dact")))
-
-
-def test_results_without_elements_are_apart() -> None:
-    select = repeating(router._select)
-    for _ in range(3):
-        results = select(*select_args())
-        assert results[2].numel() == results[3].numel() == 0
-        assert results[2] is not results[3]
 
 
 @pytest.mark.parametrize("operator", [router.select, library.moe])
@@ -361,74 +392,3 @@ def test_operands_that_are_one_tensor() -> None:
         args = make(shared)
         assert watch(operator, args)[0].events == watch(run, args)[0].events
     assert recordings(operator) == [None]
-
-
-TOKENS, RANKS, D = 40, 2, 128
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = (by_triton.count_sent, by_triton.place_sent, by_triton.plan_received)
-    kernels = Choice("triton", ExpertParallelKernels(*steps), "")
-    monkeypatch.setattr(exchange, "choose_expert_parallel", lambda *args: kernels)
-    monkeypatch.setattr(exchange, "choose_experts", lambda *args: Choice("hopper", backend_named("hopper"), ""))
-    packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
-    monkeypatch.setattr(exchange, "choose_packing", lambda *args: packing)
-
-
-def indices(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def routed_args(pairs: bool) -> Args:
-    plan = Case(tokens=TOKENS, pairs=pairs).plan()
-    arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-    return (*arrays, TOKENS, RANKS, 1)
-
-
-def launched(operator: exchange.Operator) -> int:
-    (recording,) = recordings(operator)
-    return len(launches(recording))
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("columns_apart", [False, True])
-def test_what_is_sent(pairs: bool, columns_apart: bool) -> None:
-    assert launched(assert_repeated(exchange._count_sent, lambda: routed_args(pairs))) == 2
-
-    def make() -> Args:
-        x, scores = torch.zeros(TOKENS, D, dtype=BF16), torch.zeros(2 * TOKENS)
-        x = x.t().contiguous().t() if columns_apart else x
-        return (x, scores, indices(2, RANKS, 2), indices(2 * RANKS), *routed_args(pairs))
-
-    assert launched(assert_repeated(exchange._place_sent, make)) == 2
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("score_words", [1, 2])
-def test_what_has_come(score_words: int) -> None:
-    def make() -> Args:
-        return (indices(90, score_words + 1), indices(2, RANKS, 2), 1, 64, 50)
-
-    assert launched(assert_repeated(exchange._plan_received, make)) == 4
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("columns_apart", [False, True])
-def test_rows_that_are_packed_and_unpacked(columns_apart: bool) -> None:
-    def make() -> Args:
-        rows = torch.zeros(TOKENS, D, dtype=BF16)
-        return (rows.t().contiguous().t() if columns_apart else rows,)
-
-    assert launched(assert_repeated(exchange._pack_rows, make)) == 1
-    unpack = assert_repeated(exchange._unpack_rows, lambda: (indices(TOKENS, 33), BF16))
-    assert launched(unpack) == 1
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_what_comes_back() -> None:
-    def make() -> Args:
-        return (torch.zeros(60, D, dtype=BF16), indices(60), indices(TOKENS * RANKS), indices(RANKS + 1))
-
-    assert launched(assert_repeated(exchange._sum_copies, make)) == 1
