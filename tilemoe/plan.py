@@ -1,12 +1,13 @@
 """RoutingPlan: the index arrays that assign (token, expert) pairs to the rows that each expert computes.
 
 T tokens · E experts · P (token, expert) pairs, token-major · R routed rows, expert-major · R_max their static capacity
+C capacity of a list of row tiles
 """
 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,6 @@ _INT32_MAX = 2**31 - 1
 NEGATIVE_EXPERT = 1
 TOKEN_OUT_OF_RANGE = 2
 
-# Key of `RoutingPlan.derived` for the row counts, which some builders of plans compute anyway.
-ROWS_PER_EXPERT = "rows_per_expert"
-
 _MESSAGES = {
     NEGATIVE_EXPERT: "expert ids must be >= 0 (an id >= num_experts is skipped as a sentinel); found a negative id",
     TOKEN_OUT_OF_RANGE: "token ids must lie in [0, num_tokens); found one out of range",
@@ -31,6 +29,38 @@ _MESSAGES = {
 # The names of `RoutingPlan.arrays`.
 PLAN_ARRAYS = ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert")
 PlanArrays = tuple[Tensor, Tensor, Tensor, "Tensor | None", Tensor]
+
+
+class TileList(NamedTuple):
+    """Row tiles of one height in the order of the rows; entries past the number of tiles are unspecified. All int32.
+
+    expert_of_tile (C) · row_of_tile (C): first row · end_of_tile (C): end of the expert's rows, not of the tile ·
+    num_tiles (1)
+    """
+
+    expert_of_tile: Tensor
+    row_of_tile: Tensor
+    end_of_tile: Tensor
+    num_tiles: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """C: the largest possible number of tiles."""
+        return self.expert_of_tile.shape[0]
+
+
+@dataclass(eq=False)
+class Derived:
+    """What was computed from a plan's arrays, for reuse with this plan.
+
+    rows_per_expert (E): None unless the plan's builder counted them anyway · tiles: by height, made at first use ·
+    tile_counter (1): where a dynamic persistent scheduler draws tiles, made with the first list. It is 0 between two
+    launches, and kernels that run concurrently must not share it: every call of an operator has a plan of its own.
+    """
+
+    rows_per_expert: Tensor | None = None
+    tiles: dict[int, TileList] = field(default_factory=dict)
+    tile_counter: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +76,7 @@ class RoutingPlan:
         num_experts: E
         num_tokens: T
         error_bits: () bits that `check` reports; 0 when every id was in range, None when nothing was recorded
-        derived: cache of what kernels computed from these arrays, for reuse with this plan
+        derived: what was computed from these arrays, for reuse with this plan
         unchecked: True for arrays made by this package, whose dtypes and lengths are not checked again
 
     Rows are sorted by expert; within an expert they keep the order of the tokens. Entries of the row arrays past R are
@@ -68,7 +98,7 @@ class RoutingPlan:
     num_experts: int
     num_tokens: int
     error_bits: Tensor | None = None
-    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    derived: Derived = field(default_factory=Derived, init=False, repr=False)
     unchecked: InitVar[bool] = field(default=False, kw_only=True)
 
     def __post_init__(self, unchecked: bool) -> None:
@@ -123,7 +153,7 @@ class RoutingPlan:
     @property
     def rows_per_expert(self) -> Tensor:
         """(E) int32: the number of rows that each expert computes."""
-        counts: Tensor | None = self.derived.get(ROWS_PER_EXPERT)
+        counts = self.derived.rows_per_expert
         return torch.diff(self.row_start_of_expert) if counts is None else counts
 
     @property

@@ -147,8 +147,8 @@ def errors_with(edits: Edits, late: float, launch: Launch, expected: dict[str, T
     finally:
         for name, t in written(launch):
             t.copy_(expected[name])
-        if "num_tiles" in launch.args:
-            launch.args["num_tiles"][1] = 0
+        if "tile_counter" in launch.args:
+            launch.args["tile_counter"].zero_()
 
 
 @cache
@@ -178,7 +178,8 @@ def list_tiles(args: dict[str, Any], constants: dict[str, Any]) -> None:
         columns = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).unbind(1)
         for name, column in zip(("expert_of_tile", "row_of_tile", "end_of_tile"), columns, strict=True):
             args[prefix + name][: len(tiles)] = column
-        args[f"{prefix}num_tiles"].copy_(torch.tensor([len(tiles), 0]))
+        args[f"{prefix}num_tiles"].fill_(len(tiles))
+    args["tile_counter"].zero_()
 
 
 def sum_score_grads(args: dict[str, Any], constants: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ TILE = "publish_tile(tile_info, stage, expert, row, end, col)"
 NO_TILE = "publish_tile(tile_info, producer_acquire(ring, step), -1, 0, 0, 0)"
 RELEASE_SLICE = "consumer_release_previous(ring, step, index > 0)"
 SLICE_ARGS = "scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step"
-PREFETCH = "scheduler_prefetch(num_tiles, next_index < total)"
+PREFETCH = "scheduler_prefetch(tile_counter, next_index < total)"
 FREE, TAKEN = "stage = producer_acquire(ring, step)\n        ", f"stage = {TAKE}\n        "
 ANOTHER = "stored twice|past the tensor|outside the tensor"
 PUBLISHED = f"{PROTOCOL}|{NUMBERS}|{ANOTHER}"
@@ -97,7 +97,7 @@ FAULTS: dict[str, Fault] = {
     "the end is not published": ("gather_producer", NO_TILE, "producer_acquire(ring, step)", "deadlock"),
     "the scheduler gives a tile twice": ("scheduler_next", "number + 2 * gl", "number + 1 * gl", "stored twice"),
     "no tile is prefetched": (
-        "gather_producer", PREFETCH, "scheduler_prefetch(num_tiles, False)", f"{NUMBERS}|{ANOTHER}",
+        "gather_producer", PREFETCH, "scheduler_prefetch(tile_counter, False)", f"{NUMBERS}|{ANOTHER}",
     ),
     "no stage for an expert without rows": (
         "wgrad_producer", "step += 1\n        upper", "pass\n        upper", PROTOCOL,

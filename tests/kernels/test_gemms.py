@@ -221,7 +221,7 @@ def test_tile_lists(name: str, tile_ms: tuple[int, ...]) -> None:
             for row in range(starts[expert], starts[expert + 1], tile_m)
         ]
         count, capacity = len(expected), -(-plan.capacity // tile_m) + plan.num_experts
-        assert tiles.num_tiles.tolist()[0] == count
+        assert tiles.num_tiles.tolist() == [count]
         of_each = (tiles.expert_of_tile, tiles.row_of_tile, tiles.end_of_tile)
         assert all(vector.shape == (capacity,) for vector in of_each)
         assert list(zip(*(vector[:count].tolist() for vector in of_each), strict=True)) == expected

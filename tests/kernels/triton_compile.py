@@ -28,8 +28,8 @@ from triton_checks import turn
 
 import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
 from tilemoe.activations import ActivationSpec, activation_spec
-from tilemoe.kernels.experts.triton.tiles import TileList, tile_lists_launch
-from tilemoe.plan import RoutingPlan
+from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
+from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch

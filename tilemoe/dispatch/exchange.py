@@ -25,7 +25,7 @@ from tilemoe.dispatch.transport import Arrival, Transport, Way
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.dense import compute_dtype
 from tilemoe.ops.expert_parallel import count_sent, pack_rows, place_sent, plan_received, sum_copies, unpack_rows
-from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
+from tilemoe.plan import RoutingPlan
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
 
@@ -69,7 +69,7 @@ class ToExperts(torch.autograd.Function):
         )
         arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
         plan = RoutingPlan(*arrays, experts, len(tokens.rows), unchecked=True)  # made while the tokens travel
-        plan.derived[ROWS_PER_EXPERT] = rows_per_expert
+        plan.derived.rows_per_expert = rows_per_expert
         received = _as_given(_end_all_to_all(tokens), x.dtype, precision)
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]

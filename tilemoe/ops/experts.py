@@ -11,7 +11,7 @@ the gathered x has to be saved. Saved are x, h, the scores and the plan's indice
 anyway). The backward is several operators so that h can be freed between them.
 
 Every operator's last arguments are plan, spec and backend. Each call works on a copy of the plan without derived data:
-the tile lists that kernels cache there hold a scheduler's counter, which concurrent calls must not share.
+concurrent calls must not share the schedulers' counter, and a recorded call has to list its tiles itself.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilemoe.kernels.choose import PlanBuilder, choose_inference_plan, choose_plan
 from tilemoe.kernels.plan import torch as torch_plan
-from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.operator import Operator
 from tilemoe.runtime.tensors import require_tensors
 
@@ -56,7 +56,7 @@ def topk_plan(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     plan = RoutingPlan(
         token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits, unchecked=True
     )
-    plan.derived[ROWS_PER_EXPERT] = rows_per_expert
+    plan.derived.rows_per_expert = rows_per_expert
     return plan
 
 

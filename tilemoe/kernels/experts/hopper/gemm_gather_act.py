@@ -145,8 +145,8 @@ def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
 
 @gluon.jit
 def gather_producer(
-    source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, width_in, width_out, ring, tile_info,
-    scheduler_smem, extra,
+    source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, tile_counter, width_in, width_out, ring,
+    tile_info, scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
     """Producer of up_proj and down_proj_dgrad: A is ``source`` (T, width_in), its rows gathered by token; see
@@ -182,7 +182,7 @@ def gather_producer(
         upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         scales = None if row_scale is None else (scale_table + scale_token.to(gl.int64) * (width_in // BK), scale_smem)
-        prefetched = scheduler_prefetch(num_tiles, next_index < total)
+        prefetched = scheduler_prefetch(tile_counter, next_index < total)
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, row, end, col)
         if extra is not None:
@@ -196,7 +196,8 @@ def gather_producer(
         lower_token = load_tokens(token_of_row, next_row + WARPGROUP_M, next_end, rows)
         if row_scale is not None:
             scale_token = load_tokens(token_of_row, next_row, next_end, gl.arange(0, BM, THREAD_LAYOUT))
-        index, next_index = next_index, scheduler_next(prefetched, scheduler_smem, num_tiles, total, next_index < total)
+        number = scheduler_next(prefetched, scheduler_smem, tile_counter, total, next_index < total)
+        index, next_index = next_index, number
         if extra is None:
             step, upper, lower = load_gathered(
                 ring, step, upper, lower, scales, weight, expert, col, before, width_in, width_in, B_K_MAJOR, EVEN_K
@@ -363,6 +364,7 @@ def up_proj_act_kernel(
     row_of_tile,
     end_of_tile,
     num_tiles,
+    tile_counter,
     d,
     n,
     stride_x,
@@ -403,8 +405,8 @@ def up_proj_act_kernel(
             (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n,
                             limit, alpha, ring, tile_info, staging, column_smem, 1, BN, B_K_MAJOR, GATE_UP,
                             ACTIVATION, KEEP_H, SCALES)),
-            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, d, width_out, ring, tile_info,
-                               scheduler_smem, None, COLUMNS, B_K_MAJOR, BAND, EVEN_K, GATE_UP)),
+            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, tile_counter, d, width_out,
+                               ring, tile_info, scheduler_smem, None, COLUMNS, B_K_MAJOR, BAND, EVEN_K, GATE_UP)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

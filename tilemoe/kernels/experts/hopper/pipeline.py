@@ -114,15 +114,15 @@ def tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: g
 
 
 @gluon.jit
-def scheduler_prefetch(num_tiles, wanted):
-    """Dynamic scheduler: if ``wanted``, draw the next tile id by an atomicAdd on num_tiles[1], for `scheduler_next`.
+def scheduler_prefetch(tile_counter, wanted):
+    """Dynamic scheduler: if ``wanted``, draw the next tile id by an atomicAdd on tile_counter, for `scheduler_next`.
 
     Thread 0 adds; nothing waits until the result is used. The other threads, masked off, get another address on
     purpose: for equal addresses the compiler reduces within the warp first, and broadcasts (waits for) the result.
     """
     thread = gl.arange(0, WARPGROUP_THREADS, THREAD_LAYOUT)
     one = gl.full([WARPGROUP_THREADS], 1, gl.int32, THREAD_LAYOUT)
-    counter = num_tiles + gl.where(thread == 0, 1, 0)
+    counter = tile_counter + gl.where(thread == 0, 0, 1)
     return gl.atomic_add(counter, one, mask=(thread == 0) & wanted, sem="relaxed")
 
 
@@ -133,7 +133,7 @@ def new_scheduler_smem():
 
 
 @gluon.jit
-def scheduler_next(prefetched, scheduler_smem, num_tiles, total, wanted):
+def scheduler_next(prefetched, scheduler_smem, tile_counter, total, wanted):
     """The tile id that `scheduler_prefetch` drew, broadcast through shared memory; ``total`` or more: no tile is left.
 
     Dynamic persistent scheduler: CTA i of P starts with the tiles i and i + P and prefetches further ids, from 2 P on,
@@ -142,7 +142,7 @@ def scheduler_next(prefetched, scheduler_smem, num_tiles, total, wanted):
     scheduler_smem.store(prefetched)
     number = gl.sum(scheduler_smem.slice(0, 1).load(THREAD_LAYOUT), axis=0)
     is_last = number == total - gl.num_programs(0) - 1
-    gl.store(num_tiles + 1, 0, mask=wanted & is_last)
+    gl.store(tile_counter, 0, mask=wanted & is_last)
     return gl.where(wanted, number + 2 * gl.num_programs(0), total)
 
 

@@ -21,8 +21,8 @@ from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
 from tilemoe.kernels.experts.triton.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
-from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
-from tilemoe.plan import RoutingPlan
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device, device_of, why_no_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -25,9 +25,9 @@ from tilemoe.kernels.experts.triton.configs import (
 from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, rows_argument
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks
 from tilemoe.kernels.experts.triton.operands import line_pointers, multiply_add
-from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.launching import launch_of
-from tilemoe.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
 

@@ -26,9 +26,8 @@ from tilemoe.kernels.experts.triton.operands import (
     multiply_add,
     store_rows,
 )
-from tilemoe.kernels.experts.triton.tiles import TileList
 from tilemoe.kernels.launching import launch_of
-from tilemoe.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 

@@ -6,14 +6,11 @@ E experts · R_max static row capacity · C = ceil(R_max / tile_m) + E capacity 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
-from tilemoe.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
 
 _BLOCK = 128
@@ -35,51 +32,37 @@ def tile_place(index, row_tiles, column_tiles, BAND: tl.constexpr):
     return row_tile, column_tile
 
 
-class TileList(NamedTuple):
-    """Row tiles in the order of the rows; entries past the number of tiles are unspecified. All int32.
-
-    expert_of_tile (C) · row_of_tile (C): first row · end_of_tile (C): end of the expert's rows, not of the tile.
-    num_tiles (2): the number of tiles, and 0, the counter of the dynamic persistent scheduler, which resets it. Kernels
-    that run concurrently must not share it: every call of an operator has a plan, and so lists, of its own.
-    """
-
-    expert_of_tile: Tensor
-    row_of_tile: Tensor
-    end_of_tile: Tensor
-    num_tiles: Tensor
-
-    @property
-    def capacity(self) -> int:
-        """C: the largest possible number of tiles."""
-        return self.expert_of_tile.shape[0]
-
-
 def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
     """The plan's list of tiles of ``tile_m`` rows, made at first use and kept in the plan.
 
     ``ahead``: further tile heights that will be needed, listed by the same launch.
     """
-    if tile_m not in plan.derived:
-        missing = [rows for rows in (tile_m, *ahead) if rows not in plan.derived]
+    known = plan.derived.tiles
+    if tile_m not in known:
+        missing = [rows for rows in (tile_m, *ahead) if rows not in known]
         launch, lists = tile_lists_launch(plan, *missing)
         launch.run()
-        plan.derived.update(zip(missing, lists, strict=True))
-    tiles: TileList = plan.derived[tile_m]
-    return tiles
+        known.update(zip(missing, lists, strict=True))
+    return known[tile_m]
 
 
 def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[TileList]]:
     """(launch, lists): the launch fills a TileList for each of one or two tile heights ``tile_ms``.
 
-    Each expert's rows are cut into tiles of that height, the last of which may be shorter.
+    Each expert's rows are cut into tiles of that height, the last of which may be shorter. The launch also sets the
+    plan's `tile_counter` to 0, which is made here for its first lists.
     """
     assert len(tile_ms) in (1, 2), "what the kernel takes"
     start = plan.row_start_of_expert
     capacities = [ceil_div(plan.capacity, tile_m) + plan.num_experts for tile_m in tile_ms]
-    vectors = int32_vectors(start, *(length for capacity in capacities for length in (capacity, capacity, capacity, 2)))
+    of_lists = (length for capacity in capacities for length in (capacity, capacity, capacity, 1))
+    *vectors, counter = int32_vectors(start, *of_lists, 1)
+    if plan.derived.tile_counter is None:
+        plan.derived.tile_counter = counter
     lists = [TileList(*vectors[first : first + 4]) for first in range(0, len(vectors), 4)]
     experts = max(_FEWEST_EXPERTS, power_of_two(plan.num_experts))
-    args = (start, *lists[0], *lists[-1], plan.num_experts, tile_ms[0], (*tile_ms, 0)[1])
+    heights = (tile_ms[0], (*tile_ms, 0)[1])
+    args = (start, *lists[0], *lists[-1], plan.derived.tile_counter, plan.num_experts, *heights)
     return launch_of(tile_lists_kernel, (plan.num_experts,), args, {"BLOCK_E": experts, "BLOCK": _BLOCK}), lists
 
 
@@ -94,6 +77,7 @@ def tile_lists_kernel(
     second_row_of_tile,
     second_end_of_tile,
     second_num_tiles,
+    tile_counter,
     num_experts,
     tile_m,
     second_tile_m,
@@ -107,6 +91,8 @@ def tile_lists_kernel(
     others = tl.arange(0, BLOCK_E)
     starts = tl.load(row_start_of_expert + others, mask=others < num_experts, other=0)
     ends = tl.load(row_start_of_expert + others + 1, mask=others < num_experts, other=0)
+    if tl.program_id(0) == 0:
+        tl.store(tile_counter, 0)
     row = tl.load(row_start_of_expert + tl.program_id(0))
     end = tl.load(row_start_of_expert + tl.program_id(0) + 1)
     first = (expert_of_tile, row_of_tile, end_of_tile, num_tiles)
@@ -130,4 +116,3 @@ def _list_own(starts, ends, row, end, tiles, num_experts, tile_m, BLOCK_E: tl.co
         tl.store(end_of_tile + before + slot, end, mask=slot < mine)
     if expert == num_experts - 1:
         tl.store(num_tiles, before + mine)
-        tl.store(num_tiles + 1, 0)

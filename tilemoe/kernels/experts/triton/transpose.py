@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.triton.quantize import quantized_rows, rounded, scale_for
-from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.launching import launch_of
-from tilemoe.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.launch import Launch, ceil_div
 
 _BLOCK = tl.constexpr(BLOCK)
