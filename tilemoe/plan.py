@@ -98,10 +98,11 @@ class RoutingPlan:
     num_experts: int
     num_tokens: int
     error_bits: Tensor | None = None
-    derived: Derived = field(default_factory=Derived, init=False, repr=False)
+    derived: Derived = field(init=False, repr=False)
     unchecked: InitVar[bool] = field(default=False, kw_only=True)
 
     def __post_init__(self, unchecked: bool) -> None:
+        object.__setattr__(self, "derived", Derived())  # here, since torch.compile cannot trace it as a default
         if unchecked:
             return
         check_count("num_experts", self.num_experts, minimum=1)
