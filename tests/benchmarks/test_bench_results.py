@@ -1,6 +1,5 @@
 """Cases, statistics, rows, results files and tables, all without a GPU."""
 
-import json
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -27,14 +26,6 @@ def layer_rows() -> list[dict[str, Any]]:
     return layer.layer_rows(
         found, {"tilemoe": once(GB, 3 * GB, 4 * GB), "peer": once(2 * GB, 4 * GB, 5 * GB)}, (0.5, 1.0)
     )
-
-
-def test_cases_are_found_by_name() -> None:
-    assert list(cases.find("main")) == list(cases.MAIN)
-    assert len(cases.find("all")) == len(cases.MAIN) + len(cases.MORE)
-    assert cases.find("OLMoE,7B-n256")["OLMoE"].num_experts == 64
-    with pytest.raises(ValueError, match="known are main, all, cpu, 7B-n256"):
-        cases.find("7B-n256,7B-n255")
 
 
 def test_summary_and_ratio() -> None:
@@ -94,15 +85,6 @@ def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
     table = summary.share_table([{"case": "c", **row} for row in rows.values()], ("route", "route_grad"))
     assert table.splitlines()[-1] == "| c | 3.0% |"
     assert "2.000" not in summary.kernel_table([{"case": "c", **row} for row in rows.values()]).splitlines()[0]
-
-
-def test_append_adds_rows_with_provenance(results: Path) -> None:
-    record.append("layer", [{"a": 1}])
-    path = record.append("layer", [{"a": 2}, {"a": 3}])
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["a"] for row in rows] == [1, 2, 3]
-    assert all({"commit", "time", "gpu", "torch", "triton", "python"} <= set(row) for row in rows)
-    assert str(record.ROOT) not in path.read_text()
 
 
 def test_commit_is_what_the_environment_says_and_else_git_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

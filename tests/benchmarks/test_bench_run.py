@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import pytest
 import run
@@ -25,9 +24,3 @@ def test_cold_child_times_each_case_and_other_tokens(
     seconds = json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]
     assert list(seconds) == ["7B-n256", "OLMoE", "OLMoE, 11 tokens"]
     assert all(value >= 0 for value in seconds.values())
-
-
-def test_the_script_passes_on_what_the_package_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "layer", "--modes", "brisk"])
-    with pytest.raises(ValueError, match="--modes of layer are"):
-        run.main()

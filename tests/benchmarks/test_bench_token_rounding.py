@@ -64,25 +64,3 @@ def test_a_wrong_mode_is_left_out_and_the_others_timed(
     assert "nearest is left out: made up" in capsys.readouterr().out
     found = [row["contestant"] for row in record.rows("token_rounding")]
     assert found == ["top-K", "down"]
-
-
-def test_waste_is_what_padding_adds() -> None:
-    assert token_rounding.waste(torch.tensor([16, 32, 0]), 16) == 0.0
-    assert token_rounding.waste(torch.tensor([8, 8]), 16) == 100.0
-
-
-def test_ratios_are_against_top_k() -> None:
-    def sample(routing: float, experts: float) -> dict[str, float]:
-        parts = {**dict.fromkeys(token_rounding.PARTS, 1e-9), "routing": routing, "experts": experts}
-        return {**parts, "forward": routing + experts, "backward": 1e-9}
-
-    samples = {"top-K": [sample(1.0, 10.0)], "nearest": [sample(1.5, 8.0)]}
-    row = token_rounding.summarise(samples, dict.fromkeys(samples, torch.tensor([16, 16])), 16)["nearest"]
-    assert row["total_speedup"] == pytest.approx(11 / 9.5, abs=1e-4)
-    assert row["routing_percent"] == pytest.approx(100 * 1.5 / 9.5, abs=1e-3)
-
-
-@pytest.mark.parametrize(("option", "message"), [("--cases", "no case called 'x'"), ("--modes", "no mode called 'x'")])
-def test_an_unknown_name_is_one_line(option: str, message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        token_rounding.main(["--device", "cpu", option, "x"])

@@ -1,9 +1,6 @@
-"""A small corpus, a recipe file over it, and the command line in a process of its own."""
+"""A small corpus, a recipe file over it, a finished run, and the command line in this process."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,24 +62,10 @@ def recipe_file(text: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """``tilemoe`` with the given arguments in a new process; ``first`` is Python code run before it there."""
-
-    def run(*arguments: str | Path, first: str = "") -> subprocess.CompletedProcess[str]:
-        code = f"import sys\n{first}\nfrom tilemoe.cli.main import main\nsys.exit(main())"
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def finished(recipe_file: Path, cli: Callable[..., subprocess.CompletedProcess[str]]) -> Path:
+def finished(recipe_file: Path) -> Path:
     """The folder of an uninterrupted run."""
     folder = recipe_file.parent / "finished"
-    done = cli("train", "--recipe", recipe_file, "--train.out-dir", folder)
-    assert done.returncode == 0, done.stderr
+    assert main(["train", "--recipe", str(recipe_file), "--train.out-dir", str(folder)]) == 0
     return folder
 
 

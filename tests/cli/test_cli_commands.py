@@ -17,6 +17,7 @@ import tilemoe
 from tilemoe.cli.main import COMMANDS, main
 from tilemoe.runtime import device
 from tilemoe.train import loop
+from tilemoe.train.checkpoints import restore
 
 RECIPE = "the recipe file of the fixtures"
 Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
@@ -50,8 +51,13 @@ def test_train_ends_with_sample_plot_and_loss(recipe_file: Path, tmp_path: Path,
     assert any((folder / "tensorboard").iterdir())
 
 
-def test_the_recipe_of_one_gpu_trains_without_one(text: Path, tmp_path: Path, run: Run) -> None:
-    """Its blocks are compiled there, too."""
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_the_recipe_of_one_gpu_trains_without_one(
+    text: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Its blocks are compiled there, too; "eager" only traces them."""
+    chosen = restore.compile_backend
+    monkeypatch.setattr(restore, "compile_backend", lambda recipe: chosen(recipe) and backend)
     sizes = {"vocab-size": 256, "hidden-size": 32, "num-layers": 1, "num-heads": 2, "num-kv-heads": 1, "head-dim": 16}
     moe = {"hidden-size": 32, "intermediate-size": 16, "num-experts": 4, "num-experts-per-tok": 2}
     settings = {
@@ -161,8 +167,6 @@ def test_generate_says_that_the_context_is_full(finished: Path, run: Run) -> Non
 def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_path: Path, run: Run) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tilemoe.train.checkpoints.restore import restore
-
     out = tmp_path / "hub"
     status, said, _ = run("export", "--checkpoint", finished, "--out", out)
     assert status == 0
@@ -171,7 +175,9 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     ids = torch.arange(97, 117)[None]
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, restore(finished, "cpu").model(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            theirs(ids).logits, restore.restore(finished, "cpu").model(ids).logits, rtol=1e-4, atol=1e-4
+        )
     tokenizer, text = AutoTokenizer.from_pretrained(out), "a  b\n, é. <|endoftext|>"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
@@ -213,56 +219,28 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         assert option in out
 
 
-def test_the_help_of_rounding_says_what_it_does_and_when_it_is_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--recipe", "tiny", "--help"])
-    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    help_line = out.partition("--model.moe.rounding.mode")[2].partition("--model.moe.rounding.tile")[0]
-    assert "no ragged tile: for training on a GPU where experts are wide" in help_line
-    assert "Any of these options turns rounding on" in help_line
-
-
-def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, tmp_path: Path, run: Run) -> None:
-    folder = tmp_path / "rounded"
-    options = ("--train.steps", "2", "--train.sample-tokens", "0", "--train.out-dir", folder)
-    rounding = ("--model.moe.rounding.tile", "16", "--model.moe.rounding.mode=up")
-    assert run("train", "--recipe", recipe_file, *options, *rounding)[0] == 0
-    moe = json.loads((folder / "result.json").read_text())["recipe"]["model"]["moe"]
-    assert moe["rounding"] == {"mode": "up", "tile": 16}
-    assert "rounding" not in recipe_file.read_text(), "off without them"
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ([], "no command; give one of train"),
         (["trian"], "unknown command 'trian'; give one of train"),
         (["train"], "--recipe NAME is missing; choose one of"),
-        (["train", "--recipe"], "expected one argument"),
         (["train", "--recipe", "huge"], "unknown recipe 'huge'; choose one of 1b, 30b-layer, 7b, 7b-ep"),
         (["train", "--recipe", "nowhere/x.json"], "no file nowhere/x.json"),
         (["train", "--recipe", RECIPE, "--train.stpes", "5"], "perhaps you meant --train.steps"),
-        (["train", "--recipe", RECIPE, "--train.steps", "many"], "--train.steps"),
         (["train", "--recipe", RECIPE, "--train.steps", "1.5"], "--train.steps: '1.5' is not a whole number"),
-        (["train", "--recipe", RECIPE, "--train.steps", "1e400"], "--train.steps: '1e400' is not a whole number"),
         (["generate", "--chekpoint", "x", "--prompt", "x"], "perhaps you meant --checkpoint ("),
         (["eval", "--checkpoint", "x", "--data.format", "chat"], "perhaps you meant --format ("),
         (["train", "--recipe", RECIPE, "--train.steps", "0"], "train.steps must be an integer >= 1"),
         (["train", "--recipe", RECIPE, "--optim.schedule", "x"], "--optim.schedule"),
-        (["train", "--recipe", RECIPE, "--optim.lr", "nan"], "optim.lr must be a finite number"),
         (["train", "--recipe", RECIPE, "--model.moe.num-experts-per-tok", "9"], "must not exceed num_experts (4)"),
-        (["train", "--recipe", RECIPE, "--model.moe.activation", "swish"], "activation must be one of"),
-        (["train", "--recipe", RECIPE, "--model.moe.rounding.mode", "sideways"], "--model.moe.rounding.mode"),
         (["train", "--recipe", RECIPE, "--model.moe.rounding.tile", "24"], "rounding.tile must be a power of two"),
         (["train", "--resume", "nowhere"], "no folder nowhere"),
-        (["eval"], "--checkpoint"),
         (["eval", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder; give a run"),
         (["eval", "--checkpoint", "x", "--seq-len", "0"], "--seq-len must be >= 1, got 0"),
-        (["eval", "--checkpoint", "x", "--heldout-every", "1"], "--heldout-every must be >= 2, got 1"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--seed", "9" * 23], "--seed must be below 2**63"),
-        (["eval", "--checkpoint", "x", "--batches", "9" * 23], "--batches must be below 2**63"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -276,14 +254,9 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("--train.lr", "--optim.lr"), ("--learning-rate", "--optim.lr"), ("--optim.learning_rate=1", "--optim.lr"),
-        ("--batch-size", "--data.batch-size"), ("--per_device_train_batch_size", "--data.batch-size"),
-        ("--max-steps", "--train.steps"), ("--epochs", "--train.steps"), ("--output-dir", "--train.out-dir"),
-        ("--weight-decay", "--optim.weight-decay"), ("--warmup", "--optim.warmup-steps"),
-        ("--seq-len", "--data.seq-len"), ("--gradient-accumulation-steps", "--train.accumulation"),
-        ("--recipie", "--recipe"), ("--init_form", "--init-from"),
-        ("--hidden-size", "--model.hidden-size"), ("--model.moe.hidden-siz", "--model.moe.hidden-size"),
-        ("--model.num-experts", "--model.moe.num-experts"), ("--lora-alpha", "--lora.alpha"), ("--zzz", None),
+        ("--train.lr", "--optim.lr"), ("--optim.learning_rate=1", "--optim.lr"),
+        ("--per_device_train_batch_size", "--data.batch-size"), ("--epochs", "--train.steps"),
+        ("--recipie", "--recipe"), ("--model.num-experts", "--model.moe.num-experts"), ("--zzz", None),
     ],
 )  # fmt: skip
 def test_an_unknown_option_suggests_the_setting_of_that_name(
@@ -315,16 +288,10 @@ def test_whole_numbers_may_be_written_as_floats(text: Path, recipe_file: Path, t
     [
         ("train", "--recipe", "{}.json"),
         ("train", "--recipe", RECIPE, "--train.out-dir", "{}"),
-        ("train", "--recipe", RECIPE, "--data.corpus", "{}"),
-        ("train", "--recipe", RECIPE, "--data.tokenizer", "{}.json"),
         ("train", "--recipe", RECIPE, "--data.cache-dir", "{}"),
-        ("train", "--recipe", RECIPE, "--init-from", "{}"),
         ("train", "--resume", "{}"),
         ("eval", "--checkpoint", "{}"),
-        ("generate", "--checkpoint", "{}", "--prompt", "x"),
-        ("export", "--checkpoint", "{}", "--out", "x"),
         ("export", "--checkpoint", "x", "--out", "{}"),
-        ("verify", "{}"),
         ("plan", "--checkpoint", "{}"),
         ("bench", "layer", "--cases", "{}.json"),
         ("report", "--out", "{}"),

@@ -3,7 +3,6 @@
 T tokens · E experts · K experts per token · R routed rows
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import fit_planner
 import pytest
 
-from tilemoe.bench import cases
+from tilemoe.bench import cases, record
 from tilemoe.perf.costs import Cost
 from tilemoe.perf.designs import DESIGNS, SCATTERMOE_RATES, SCATTERMOE_WAIT_MS, Design
-from tilemoe.perf.hardware import GPUS, Gpu
+from tilemoe.perf.hardware import GPUS
 from tilemoe.shape import MoEShape
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +21,7 @@ H200 = GPUS["H200"]
 WITHIN = 0.2
 PARTS = ("forward", "backward")
 # Sustained rows of the designs, each case on one machine or several.
-ROWS = [
-    row
-    for line in (ROOT / "results" / "layer.jsonl").read_text().splitlines()
-    if (row := json.loads(line))["contestant"] in DESIGNS and row["mode"] == "sustained"
-]
+ROWS = [row for row in record.rows("layer") if row["contestant"] in DESIGNS and row["mode"] == "sustained"]
 IDS = [f"{row['contestant']} {row['case']} {row['commit'][:7]}" for row in ROWS]
 GATED, UNGATED = MoEShape(300, 64, 48, 6, 3), MoEShape(300, 64, 48, 6, 3, is_gated=False)
 
@@ -98,23 +93,3 @@ def test_bytes_by_hand() -> None:
     for style in (scattermoe, grouped):
         steps = {**style.forward, **style.backward}
         assert sum(step.cost.flops for step in steps.values()) == 18 * 4 * 4 * 3
-
-
-@pytest.mark.parametrize("shape", [GATED, UNGATED], ids=["gated", "ungated"])
-@pytest.mark.parametrize("name", DESIGNS)
-def test_a_peak_holds_what_is_kept(name: str, shape: MoEShape) -> None:
-    style, ours = DESIGNS[name](shape), 2 * shape.num_rows * (shape.width + shape.hidden_size)
-    assert ours < style.saved_bytes < style.forward_peak_bytes
-    assert style.saved_bytes < style.backward_peak_bytes
-
-
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("name", DESIGNS)
-def test_a_prediction_is_never_below_the_roofline_and_grows(name: str, gpu: Gpu) -> None:
-    times = []
-    for tokens in (0, 1, 4096, 262144):
-        style = DESIGNS[name](MoEShape(tokens, 2048, 512, 128, 8))
-        steps = [*style.forward.values(), *style.backward.values()]
-        assert all(step.predicted_ms(gpu, "bf16") > step.cost.roofline_ms(gpu.ceilings()) for step in steps)
-        times.append(sum(step.predicted_ms(gpu, "bf16") for step in steps))
-    assert times == sorted(times)

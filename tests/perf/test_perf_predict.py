@@ -1,17 +1,13 @@
 """Predicted times against recorded ones, fitted and not; padding against enumeration."""
 
 import itertools
-import json
 import math
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import fit_planner
 import pytest
 
-from tilemoe.bench import cases
-from tilemoe.perf.costs import kernel_costs
+from tilemoe.bench import cases, record
 from tilemoe.perf.hardware import GPUS, Gpu
 from tilemoe.perf.padding import padded_rows, padding_waste
 from tilemoe.perf.predict import (
@@ -25,17 +21,14 @@ from tilemoe.perf.predict import (
 )
 from tilemoe.shape import MoEShape
 
-RESULTS = Path(__file__).parents[2] / "results"
 H200 = GPUS["H200"]
 WITHIN = 0.2
 STEPS = (LAYER_FORWARD, LAYER_BACKWARD)
 
 
-def newest(name: str, key: Iterable[str], **wanted: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The last row of results/<name>.jsonl for each value of ``key`` among those that have ``wanted``."""
-    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    kept = [row for row in rows if all(row[field] == value for field, value in wanted.items())]
-    return {tuple(row[field] for field in key): row for row in kept}
+def newest(name: str, **wanted: Any) -> dict[str, record.Row]:
+    """The last row of results/<name>.jsonl for each case among those that have ``wanted``."""
+    return {row["case"]: row for row in record.rows(name) if wanted.items() <= row.items()}
 
 
 def shape_of(row: dict[str, Any]) -> MoEShape:
@@ -43,18 +36,15 @@ def shape_of(row: dict[str, Any]) -> MoEShape:
     return MoEShape(*(row[size] for size in sizes))
 
 
-LAYER = newest("layer", ("case",), mode="sustained", contestant="tilemoe", gpu="NVIDIA H200")
+LAYER = newest("layer", mode="sustained", contestant="tilemoe", gpu="NVIDIA H200")
 # In either mode: "alone", where a slow host, which is not predicted, would bound the small cases.
-FP8 = newest("fp8_layer", ("case",), contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200")
+FP8 = newest("fp8_layer", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200")
 # Sizes of other tokens, widths and expert counts, none of which is fitted.
 OTHERS = {
     name: row
-    for (name,), row in newest(
-        "token_rounding", ("case",), mode="sustained", contestant="top-K", kernel_set="hopper"
-    ).items()
+    for name, row in newest("token_rounding", mode="sustained", contestant="top-K", kernel_set="hopper").items()
     if shape_of(row) not in cases.MAIN.values()
 }
-EXPERTS = newest("layouts", ("size",), mode="gpu", cell="plain")
 
 
 def test_the_rates_are_those_that_the_fit_gives() -> None:
@@ -70,8 +60,8 @@ def test_the_rates_are_those_that_the_fit_gives() -> None:
 @pytest.mark.parametrize(
     ("row", "dtype"),
     [
-        *(pytest.param(LAYER[name,], "bf16", id=name) for name in cases.MAIN),
-        *(pytest.param(FP8[name,], "fp8", id=f"{name}, FP8") for name in cases.MAIN),
+        *(pytest.param(LAYER[name], "bf16", id=name) for name in cases.MAIN),
+        *(pytest.param(FP8[name], "fp8", id=f"{name}, FP8") for name in cases.MAIN),
         *(pytest.param(row, "bf16", id=name) for name, row in OTHERS.items()),
     ],
 )
@@ -88,15 +78,6 @@ def test_wide_weight_gradients_in_fp8_are_near_the_recorded_ones() -> None:
     for (_, step), (shape, milliseconds) in recorded.items():
         assert operand_dtype(step, shape, "fp8") == "fp8"
         assert step_ms(step, shape, H200, "fp8") == pytest.approx(milliseconds, rel=0.02)
-
-
-@pytest.mark.parametrize("row", EXPERTS.values(), ids=[size for (size,) in EXPERTS])
-def test_the_experts_time_is_near_the_recorded_one(row: dict[str, Any]) -> None:
-    """Of public models' layers, without their routers."""
-    shape = shape_of(row)
-    for time, steps, key in zip(layer_ms(shape, H200), STEPS, ("plain_fwd_ms", "plain_bwd_ms"), strict=True):
-        router = sum(step_ms(step, shape, H200) for step in steps if step not in kernel_costs(shape))
-        assert time - router == pytest.approx(row[key]["median"], rel=WITHIN)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
@@ -122,10 +103,3 @@ def test_expected_units_enumerated() -> None:
     shape = MoEShape(tokens, 8, 8, experts, k)
     assert padded_rows(shape, unit) == pytest.approx(padded / len(choices), rel=1e-12)
     assert padding_waste(shape, unit) == pytest.approx(padded / len(choices) / (tokens * k) - 1)
-
-
-@pytest.mark.parametrize("row", OTHERS.values(), ids=OTHERS)
-def test_padding_is_that_of_recorded_routings(row: dict[str, Any]) -> None:
-    """Drawn once each: within two points, of 3 to 23."""
-    expected = 100 * padding_waste(shape_of(row), row["tile"])
-    assert expected == pytest.approx(row["waste_percent"], abs=2)

@@ -1,13 +1,11 @@
 """The planner's whole model against recorded training runs and exchanges."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tilemoe.bench import cases
+from tilemoe.bench import cases, record
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.memory import saved_bytes
 from tilemoe.perf.hardware import GPUS
@@ -24,13 +22,11 @@ from tilemoe.perf.training import (
 )
 from tilemoe.train.config import load_recipe
 
-RESULTS = Path(__file__).parents[2] / "results"
 H200 = GPUS["H200"]
 
 
-def recorded(name: str, **wanted: Any) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+def recorded(name: str, **wanted: Any) -> list[record.Row]:
+    return [row for row in record.rows(name) if all(row.get(key) == value for key, value in wanted.items())]
 
 
 def setup_of(recipe: str, gpus: int, expert_parallel: int = 1) -> Setup:

@@ -12,7 +12,7 @@ from tilemoe import reference
 from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.ops.moe import moe
 from tilemoe.reference import activation, route
-from tilemoe.reference.rounding import draw_uniform, round_rows
+from tilemoe.reference.rounding import round_rows
 from tilemoe.routing.build import plan_pairs, plan_topk
 
 T, D, N, E, K = 11, 6, 5, 4, 2
@@ -68,19 +68,6 @@ def test_pairs_plan_counts_a_repeated_pair_twice() -> None:
     assert_same_with_gradients(out, every_expert_on_every_token(**p, dense=dense), {**p, "scores": scores})
 
 
-def test_interleaved_weights_are_the_same_layer() -> None:
-    p = {name: tensor.detach() for name, tensor in weights().items()}
-    ids = torch.arange(T)[:, None] % E
-    scores = torch.ones(T, 1)
-    mixed = torch.arange(2 * N).view(2, N).T.reshape(-1)  # gate0, up0, gate1, ...
-    plan = plan_topk(ids, E)
-    out = reference.moe(p["x"], p["w1"], p["w2"], plan, scores, b1=p["b1"], b2=p["b2"])
-    also = reference.moe(
-        p["x"], p["w1"][:, mixed], p["w2"], plan, scores, gate_up="interleaved", b1=p["b1"][:, mixed], b2=p["b2"]
-    )
-    torch.testing.assert_close(also, out)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_inputs_are_computed_in_fp32_and_autocast_changes_nothing(dtype: torch.dtype) -> None:
     p = {name: tensor.detach() for name, tensor in weights(dtype).items()}
@@ -91,29 +78,6 @@ def test_low_precision_inputs_are_computed_in_fp32_and_autocast_changes_nothing(
         out = reference.moe(p["x"], p["w1"], p["w2"], plan, scores)
     assert out.dtype == dtype
     torch.testing.assert_close(out, exact.to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=1e-4)
-
-
-def test_no_tokens_leave_gradients_of_zero() -> None:
-    p = weights()
-    x = torch.empty(0, D, dtype=torch.float64, requires_grad=True)
-    scores = torch.empty(0, K, requires_grad=True)
-    out = reference.moe(x, p["w1"], p["w2"], plan_topk(torch.empty(0, K, dtype=torch.int64), E), scores)
-    out.sum().backward()
-    assert x.grad.shape == (0, D)
-    assert scores.grad.shape == (0, K)
-    for name in ("w1", "w2"):
-        assert not p[name].grad.any()
-
-
-def test_gradcheck() -> None:
-    p = weights()
-    plan = plan_topk(torch.tensor([[0, 3], [3, 1], [4, 0]]), E)
-    scores = torch.rand(3, K, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-    def run(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor, scores: Tensor) -> Tensor:
-        return reference.moe(x, w1, w2, plan, scores, "geglu", b1=b1, b2=b2)
-
-    assert torch.autograd.gradcheck(run, (p["x"][:3], p["w1"], p["w2"], p["b1"], p["b2"], scores))
 
 
 def test_shared_expert_with_and_without_gate() -> None:
@@ -299,13 +263,6 @@ def test_the_best_are_kept_and_the_next_best_are_added() -> None:
     assert down == list(range(2, 18))
     up, _ = round_rows(scores, ids, scores.amax(1, keepdim=True), TokenRounding("up", TILE))
     assert up == [*range(18), *range(26, 40)]
-
-
-def test_draws_are_those_of_torch_rand() -> None:
-    drawn = draw_uniform(5, TokenRounding("stochastic"), torch.Generator().manual_seed(3))
-    assert drawn is not None
-    assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(3)))
-    assert draw_uniform(5, TokenRounding("nearest"), None) is None
 
 
 def rounding_config(mode: str, **router: object) -> MoEConfig:

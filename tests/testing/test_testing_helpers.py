@@ -124,25 +124,15 @@ def forget_a_pair(plan: RoutingPlan, scores: Tensor, **rest: Tensor) -> Tensor:
     return moe(plan=plan, scores=scores * keep, **rest)
 
 
-def forget_the_last_row(plan: RoutingPlan, x: Tensor, **rest: Tensor) -> Tensor:
-    return torch.cat([moe(plan=plan, x=x, **rest)[:-1], x.new_zeros(1, x.shape[1])])
-
-
 def transpose_gate_and_up(plan: RoutingPlan, w1: Tensor, **rest: Tensor) -> Tensor:
     return moe(plan=plan, w1=torch.cat(w1.chunk(2, dim=1)[::-1], dim=1), **rest)
-
-
-def scores_in_bf16(plan: RoutingPlan, scores: Tensor, **rest: Tensor) -> Tensor:
-    return moe(plan=plan, scores=scores.bfloat16(), **rest)
 
 
 def drop_a_gradient(plan: RoutingPlan, w2: Tensor, **rest: Tensor) -> Tensor:
     return moe(plan=plan, w2=w2.detach() + 0.5 * (w2 - w2.detach()), **rest)
 
 
-@pytest.mark.parametrize(
-    "wrong", [forget_a_pair, forget_the_last_row, transpose_gate_and_up, scores_in_bf16, drop_a_gradient]
-)
+@pytest.mark.parametrize("wrong", [forget_a_pair, transpose_gate_and_up, drop_a_gradient])
 def test_a_wrong_layer_is_caught(wrong: Callable[..., Tensor]) -> None:
     plan = PLANS["random"]
     inputs = make_inputs(plan, 16, 8)
