@@ -1,4 +1,4 @@
-"""Differentiation: gradcheck, mixes of inputs that require grad, reuse of the graph, what is refused; autocast.
+"""Differentiation: mixes of inputs that require grad, reuse of the graph, what is refused; autocast.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
@@ -10,13 +10,10 @@ import pytest
 import torch
 from helpers import saved_tensors
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tilemoe import reference
-from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
-from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -25,40 +22,15 @@ PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 NAMES = ("x", "w1", "w2", "scores", "b1", "b2")
 
 
-def small_plans() -> dict[str, RoutingPlan]:
-    return {
-        "topk": plan_topk(torch.tensor([[0, 2], [2, 1], [3, 0]]), 4),
-        "pairs": plan_pairs(torch.tensor([1, 0, 1, 1, 2]), torch.tensor([0, 2, 2, 2, 3]), 4, 4),
-    }
-
-
 def leaves(plan: RoutingPlan, *size: int, **options: Any) -> dict[str, Tensor]:
     return {name: tensor.requires_grad_() for name, tensor in make_inputs(plan, *size, **options).items()}
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("plan", ["topk", "pairs"])
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_gradcheck(name: str, plan: str, bias: bool) -> None:
-    routing = small_plans()[plan]
-    inputs = make_inputs(routing, 3, 2, name, dtype=torch.float64, bias=bias, seed=1)
-    # Finite differences mean nothing where a value was NaN on purpose (an unread score, an unrouted token).
-    inputs = {key: tensor.nan_to_num(0.5).requires_grad_() for key, tensor in inputs.items()}
-    for layout in GATE_UP_LAYOUTS if name in GATED_ACTIVATIONS else GATE_UP_LAYOUTS[:1]:
-        for recompute in (None, "up_proj"):
-
-            def run(*tensors: Tensor, layout: str = layout, recompute: str | None = recompute) -> Tensor:
-                given = dict(zip(inputs, tensors, strict=True))
-                return moe(plan=routing, activation=name, gate_up=layout, recompute=recompute, **given)
-
-            assert torch.autograd.gradcheck(run, tuple(inputs.values()), nondet_tol=0.0)
-
-
 @pytest.mark.parametrize("recompute", [None, "up_proj"])
-@pytest.mark.parametrize("name", ["sentinels", "pairs, unordered"])
-def test_every_mix_of_inputs_that_require_grad(name: str, recompute: str | None) -> None:
+def test_every_mix_of_inputs_that_require_grad(recompute: str | None) -> None:
     """All 63 subsets: the same gradients as with all six, none for the others."""
-    plan = PLANS[name]
+    plan = PLANS["sentinels"]
+
     inputs = make_inputs(plan, 8, 8, bias=True)
     full = forward_and_grads(moe, inputs, plan)
     do = torch.randn(full["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
@@ -111,7 +83,7 @@ def test_the_same_weights_in_two_layers_of_one_graph() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_derivative_is_refused_by_name(name: str) -> None:
-    plan = small_plans()["topk"]
+    plan = PLANS["random"]
     inputs = leaves(plan, 3, 2, dtype=torch.float64, bias=True)
     (grad,) = torch.autograd.grad(moe(plan=plan, **inputs).square().sum(), inputs[name], create_graph=True)
     with pytest.raises(RuntimeError, match=r"tilemoe.moe is differentiable once.*tilemoe.reference.moe"):
@@ -146,27 +118,6 @@ def test_an_input_changed_in_place_is_noticed() -> None:
             inputs[name].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             o.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("recompute", [None, "up_proj"])
-def test_activation_checkpointing(recompute: str | None, use_reentrant: bool) -> None:
-    plan = PLANS["sentinels"]
-    inputs = leaves(plan, 16, 8, dtype=torch.bfloat16, bias=True)
-
-    def layer(x: Tensor, w1: Tensor, w2: Tensor, scores: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
-        return moe(x, w1, w2, plan, scores, b1=b1, b2=b2, recompute=recompute)
-
-    plain, again = layer(*inputs.values()), checkpoint(layer, *inputs.values(), use_reentrant=use_reentrant)
-    assert torch.equal(plain, again)
-    for output in (plain, again):
-        output.sum().backward()
-        grads = [tensor.grad for tensor in inputs.values()]
-        for tensor in inputs.values():
-            tensor.grad = None
-        if output is plain:
-            expected = grads
-    assert_equal(grads, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -216,12 +167,6 @@ def test_fp64_is_left_alone_and_off_changes_nothing() -> None:
         assert torch.equal(moe(plan=plan, **inputs), expected)
         with pytest.raises(ValueError, match=r"w1 is torch.float64 but x is torch.bfloat16"):
             moe(plan=plan, **{**single, "w1": inputs["w1"]})
-
-
-def test_integers_are_not_made_floats() -> None:
-    plan, inputs = PLANS["sentinels"], leaves(PLANS["sentinels"], 16, 8, bias=True)
-    with torch.autocast("cpu"), pytest.raises(ValueError, match=r"x must be bfloat16, .*, got torch.int64"):
-        moe(plan=plan, **{**inputs, "x": torch.zeros(inputs["x"].shape, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("name", ["sentinels", "pairs, repeated"])

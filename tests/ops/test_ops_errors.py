@@ -132,14 +132,3 @@ def test_the_arguments_they_were_made_from_are_fine() -> None:
 )
 def test_kernels_by_name_by_instance_and_as_selected(kernels: Any) -> None:
     assert torch.equal(moe(plan=PLAN, kernels=kernels, **INPUTS), moe(plan=PLAN, **INPUTS))
-
-
-def test_nothing_is_computed_on_meta_but_shapes_are_right() -> None:
-    meta = {name: tensor.to("meta").requires_grad_() for name, tensor in INPUTS.items()}
-    plan = plan_topk(torch.zeros(T, K, dtype=torch.int64, device="meta"), E)
-    o = moe(plan=plan, **meta)
-    assert o.device.type == "meta"
-    assert o.shape == (T, D)
-    o.backward(torch.empty_like(o))
-    for name, tensor in meta.items():
-        assert tensor.grad.shape == INPUTS[name].shape

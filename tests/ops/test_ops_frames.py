@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,23 +71,3 @@ def test_the_way_to_the_first_gemm(kernels: str, with_gradients: bool, monkeypat
     method = "up_proj_act" if with_gradients else "up_proj_act_inference"
     assert found == [*WAY, f"TritonBackend.{method}", f"{BACKENDS[kernels]}._up_proj_act", "Launch.run"]
     assert len(found) <= MOST
-
-
-@pytest.mark.parametrize("kernels", BACKENDS)
-@pytest.mark.parametrize("tokens", [1, 640])
-@pytest.mark.parametrize("with_gradients", [True, False])
-def test_no_launch_of_a_forward_is_further(
-    kernels: str, tokens: int, with_gradients: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    depths: dict[str, int] = {}
-
-    def run(launch: Launch) -> None:
-        outer = of_package(frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-        depths[launch.kernel.fn.__name__] = len(outer) + 1
-
-    monkeypatch.setattr(Launch, "run", run)
-    layer, x = layer_of(kernels, tokens)
-    with torch.set_grad_enabled(with_gradients):
-        layer(x)
-    assert "combine_kernel" in depths
-    assert {name: depth for name, depth in depths.items() if depth > MOST} == {}

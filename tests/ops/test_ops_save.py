@@ -5,19 +5,17 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers import saved_tensors
-from test_ops_precision import NAMES, D, E, K, Layer, N, T, assert_agree
+from test_ops_precision import NAMES, D, E, K, Layer, N, assert_agree
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tilemoe
 from tilemoe import reference
-from tilemoe.activations import REGISTRY
 from tilemoe.kernels.experts.formats.fp8 import ROWS, quantize
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -31,10 +29,10 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", list(REGISTRY))
-def test_it_is_the_oracle(activation: str, bias: bool, precision: str) -> None:
-    layer = Layer(activation=activation, bias=bias, precision=precision)
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "relu2"])
+def test_it_is_the_oracle(activation: str, precision: str) -> None:
+    layer = Layer(activation=activation, bias=True, precision=precision)
+
     found = layer(tilemoe.moe, save="fp8")
     assert_equal(found["o"], layer(tilemoe.moe)["o"])
     assert_agree(found, layer(reference.moe, save="fp8"))
@@ -129,16 +127,6 @@ def test_under_autocast_and_repeated_by_checkpointing() -> None:
     assert_equal(layer(repeated), found)
 
 
-def test_accumulated_gradients_are_the_same() -> None:
-    layer = Layer()
-    expected = layer(tilemoe.moe, save="fp8")
-    w1, w2 = layer.w1.requires_grad_(), layer.w2.requires_grad_()
-    tilemoe.moe(layer.x, w1, w2, layer.plan, layer.s, save="fp8", accumulate=True).backward(layer.do)
-    for name, weight in (("w1", w1), ("w2", w2)):
-        assert weight.grad is not None
-        assert relative_error(weight.grad, expected[name]) < 1e-6, name
-
-
 def test_nothing_is_quantised_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(h: Tensor) -> None:
         raise AssertionError
@@ -178,18 +166,3 @@ def test_a_gpu_without_e4m3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "device", torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"save='fp8': e4m3 needs compute capability 8.9; use save='full', or"):
         TritonBackend().quantize_h(torch.zeros(4, 128))
-
-
-def test_a_layer_of_a_configuration() -> None:
-    torch.manual_seed(0)
-    cfg = tilemoe.MoEConfig(D, N, E, K, save="fp8", initializer_range=0.1)
-    layer, plain, x = tilemoe.MoE(cfg), tilemoe.MoE(replace(cfg, save="full")), torch.randn(T, D)
-    plain.load_state_dict(layer.state_dict())
-    o, expected = layer(x).hidden, plain(x).hidden
-    assert torch.equal(o, expected)
-    for out in (o, expected):
-        out.square().sum().backward()
-    for (name, found), right in zip(layer.named_parameters(), plain.parameters(), strict=True):
-        assert 0.01 < relative_error(found.grad, right.grad) < 0.1, name
-    with pytest.raises(ValueError, match="save='fp8' has no h to keep with recompute='up_proj'"):
-        tilemoe.MoE(cfg, recompute="up_proj")

@@ -70,13 +70,6 @@ def test_activations_layouts_and_biases(options: dict[str, Any], dtype: torch.dt
             assert_moe_matches_reference(inputs, plan, **options)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_smallest_sizes(name: str) -> None:
-    plan = PLANS["random"]
-    inputs = make_inputs(plan, *SIZES[4], name, dtype=torch.float64, bias=True)
-    assert_moe_matches_reference(inputs, plan, activation=name)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_of_ordinary_size(dtype: torch.dtype) -> None:
     """Several blocks of rows, uneven experts, one empty."""

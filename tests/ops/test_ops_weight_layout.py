@@ -47,11 +47,9 @@ def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return written
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "name", ["random", "sentinels", "pairs, repeated", "all sentinels", "no tokens", "pairs, none"]
-)
+@pytest.mark.parametrize("name", ["random", "pairs, repeated", "all sentinels", "no tokens"])
 def test_the_parameter_takes_what_the_kernel_wrote(
     name: str, transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
