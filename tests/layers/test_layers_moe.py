@@ -122,15 +122,6 @@ def test_gradients_of_everything() -> None:
     assert torch.autograd.gradcheck(run, (x, *layer.parameters()), fast_mode=True)
 
 
-def test_auxiliary_loss_and_logits_reach_the_router() -> None:
-    layer = make(router=RouterConfig(aux_loss_coef=0.1))
-    x = torch.randn(9, 16)
-    (by_loss,) = torch.autograd.grad(layer(x).aux_loss, layer.router.weight)
-    (by_logits,) = torch.autograd.grad(layer(x).router_logits.square().sum(), layer.router.weight)
-    assert by_loss.any()
-    assert by_logits.any()
-
-
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
     layer = make(**EVERYTHING)
@@ -224,13 +215,6 @@ def test_names_and_shapes_of_the_state() -> None:
     assert make(activation="relu").experts.w1.shape == (16, 8, 16)
 
 
-def test_forward_leaves_the_selection_bias_alone() -> None:
-    layer = make(router=RouterConfig(selection_bias=True)).train()
-    before = layer.router.selection_bias.clone()
-    layer(torch.randn(8, 16)).hidden.sum().backward()
-    assert torch.equal(layer.router.selection_bias, before)
-
-
 def losses_and_grads(layer: MoE, x: Tensor, run: Callable[[Tensor], Any]) -> list[Tensor]:
     """Of what ``run`` computes, the layer or something made of it."""
     x = x.detach().requires_grad_()
@@ -317,7 +301,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(16,), (2, 3, 16)], ids=str)
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 def test_the_output_of_a_layer_given_to_fsdp_may_be_changed_in_place(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line
-from nf4_checks import errors_of, frozen_bytes
+from nf4_checks import frozen_bytes
 from torch import Tensor, nn
 
 from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
@@ -16,11 +16,6 @@ from tilemoe.layers.lora import ATTENTION, Nf4LoRAExperts, adapter_names, add_lo
 from tilemoe.testing import assert_equal, relative_error
 
 CFG = MoEConfig(64, 128, 5, 2, expert_bias=True, gate_up="interleaved", initializer_range=0.1)
-LAYOUTS = [
-    CFG,
-    replace(CFG, gate_up="concatenated", expert_bias=False),
-    replace(CFG, activation="relu2", gate_up="concatenated"),
-]
 
 
 def layer(cfg: MoEConfig = CFG, seed: int = 0, dtype: torch.dtype = torch.float32) -> MoE:
@@ -40,13 +35,6 @@ def train(adapters: list[nn.Parameter], seed: int = 0) -> None:
 
 def tokens() -> Tensor:
     return torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("cfg", LAYOUTS, ids=lambda cfg: f"{cfg.activation} {cfg.gate_up}")
-def test_a_step_is_that_of_fp64_on_the_decoded_weights(cfg: MoEConfig) -> None:
-    errors = errors_of(layer(cfg), 50)
-    assert len(errors) == 6
-    assert max(errors.values()) < 2e-6, errors
 
 
 def test_frozen_experts_take_at_most_three_tenths_of_bf16() -> None:

@@ -4,7 +4,6 @@ B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
 
 import copy
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +16,6 @@ from helpers import raises_one_line, tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.layers.attention import KVCache
@@ -117,15 +115,6 @@ def test_initial_weights_are_a_function_of_the_seed() -> None:
         assert torch.equal(one, three) == name.endswith("norm.weight"), name
 
 
-def test_initial_scale() -> None:
-    sizes = {"vocab_size": 400, "hidden_size": 64, "head_dim": 32, "moe": MoEConfig(64, 32, 6, 2)}
-    for name, parameter in DecoderLM(tiny_model(**sizes)).named_parameters():
-        if name.endswith("norm.weight"):
-            assert (parameter == 1).all(), name
-        else:
-            assert 0.0175 < float(parameter.detach().std()) < 0.0225, name
-
-
 def test_selection_biases_follow_the_load() -> None:
     model = make()
     counts = torch.tensor([[9, 1, 5, 5, 5, 5], [5, 5, 5, 5, 9, 1]])
@@ -146,23 +135,9 @@ def gradients(model: DecoderLM, inputs: Tensor, labels: Tensor, run: Callable[..
     return [out.loss.detach(), out.aux_loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint", "up_proj"])
-def test_recomputation_changes_nothing(way: str) -> None:
-    inputs, labels = batch()
-    expected = gradients(make(), inputs, labels)
-    model = make(recompute="up_proj" if way == "up_proj" else None)
-    for block in model.blocks if way != "up_proj" else ():
-        plain, reentrant = block.forward, way.startswith("reentrant")
-        block.forward = lambda *args, plain=plain, reentrant=reentrant: checkpoint(
-            plain, *args, use_reentrant=reentrant
-        )
-    assert_equal(gradients(model, inputs, labels), expected)
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "block"])
-def test_a_deep_copy_of_compiled_blocks_computes_its_own(checkpointing: str) -> None:
+def test_a_deep_copy_of_compiled_blocks_computes_its_own() -> None:
     model, (inputs, labels) = make(), batch()
-    model.set_checkpointing(checkpointing)
+    model.set_checkpointing("block")
     model.compile_blocks("aot_eager")
     copied, plain = copy.deepcopy(model), make()
     for each in (copied, plain):
@@ -173,19 +148,7 @@ def test_a_deep_copy_of_compiled_blocks_computes_its_own(checkpointing: str) -> 
     torch.testing.assert_close(gradients(model, inputs, labels), gradients(make(), inputs, labels))
 
 
-@torch.no_grad()
-def test_compiled_blocks_are_pickled() -> None:
-    model, ids = make(), batch()[0]
-    expected = model(ids).logits
-    model.compile_blocks("eager")
-    again = pickle.loads(pickle.dumps(model))
-    frames = counters["frames"]["ok"]
-    torch.testing.assert_close(again(ids).logits, expected)
-    assert counters["frames"]["ok"] > frames  # they are compiled again
-
-
-@pytest.mark.parametrize(("strict", "grad"), [(False, True), (True, False)])
-def test_exports(strict: bool, grad: bool) -> None:
+def test_exports() -> None:
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,8 +158,7 @@ def test_exports(strict: bool, grad: bool) -> None:
             return self.model(tokens).logits
 
     module, (inputs, _) = Logits(), batch()
-    with torch.set_grad_enabled(grad):
-        exported = torch.export.export(module, (inputs,), strict=strict).module()
+    exported = torch.export.export(module, (inputs,), strict=False).module()
     torch.testing.assert_close(exported(inputs), module(inputs))
 
 
@@ -291,10 +253,6 @@ def test_greedy_equals_full_recomputation(model: DecoderLM, dtype: torch.dtype) 
     assert len(set(out[0].tolist())) > 5  # it does not say the same token again and again
 
 
-def test_top_one_is_greedy(model: DecoderLM) -> None:
-    assert torch.equal(generate(model, PROMPT, 20, top_k=1), generate(model, PROMPT, 20, temperature=0))
-
-
 def test_generator_makes_it_repeatable(model: DecoderLM) -> None:
     def run(seed: int) -> list[int]:
         return generate(model, PROMPT, 20, generator=torch.Generator().manual_seed(seed))[0].tolist()
@@ -322,12 +280,6 @@ def test_samples_follow_the_distribution(model: DecoderLM) -> None:
     assert set(tokens.tolist()) == set(likeliest.indices.tolist())
     share = torch.bincount(tokens, minlength=37)[likeliest.indices] / 4000
     assert (share - torch.softmax(likeliest.values, -1)).abs().max() < 0.03
-
-
-def test_under_autocast(model: DecoderLM) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        out = generate(model, PROMPT, 10, temperature=0)
-    assert out.shape == (1, 15)
 
 
 def test_compiled_blocks_are_not_compiled_anew_for_every_token(model: DecoderLM) -> None:
@@ -396,8 +348,7 @@ def step(kind: str, config: ModelConfig, checkpointing: str, precision: torch.dt
     return {name: (t.shape, t.stride(), t.dtype) for name, t in {**tensors, **gradients}.items()}
 
 
-@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["bf16", "autocast"])
-@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize(("checkpointing", "precision"), [("none", None), ("block", torch.bfloat16)])
 @pytest.mark.parametrize("name", FAKED_CONFIGS)
 @pytest.mark.parametrize("kind", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_step(kind: str, name: str, checkpointing: str, precision: torch.dtype | None) -> None:
@@ -406,21 +357,6 @@ def test_training_step(kind: str, name: str, checkpointing: str, precision: torc
     with nullcontext() if kind == "meta" else FakeTensorMode():
         found = step(kind, *given)
     assert found == expected
-
-
-@pytest.mark.parametrize("kind", ["cpu", "meta"])
-@torch.no_grad()
-def test_evaluation_and_generation(kind: str) -> None:
-    def shapes(device: str) -> list[torch.Size]:
-        model = DecoderLM(FAKED, device=device).eval()
-        ids = torch.zeros(2, 5, dtype=torch.int64, device=device)
-        cache = KVCache(FAKED.num_layers, 8)
-        made = [model(ids).logits, model.next_logits(ids, cache), model.next_logits(ids[:, :1], cache)]
-        return [tensor.shape for tensor in made]
-
-    with nullcontext() if kind == "meta" else FakeTensorMode():
-        found = shapes(kind)
-    assert found == shapes("cpu") == [(2, 5, 40), (2, 40), (2, 40)]
 
 
 def test_dynamic_shapes_take_one_graph() -> None:

@@ -23,7 +23,6 @@ from transformers import (
 
 from tilemoe.config import RouterConfig
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import read_config
 from tilemoe.models.hf_config import config_from_hf, hf_config_dict
 from tilemoe.models.huggingface import load_hf, save_hf, whole_parameters
@@ -155,25 +154,22 @@ def test_an_export_says_where_transformers_loss_differs(router: RouterConfig, me
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"quant_method": "bitsandbytes"},
-        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "mxfp4"},
-        {"quant_method": "compressed-tensors"}, {"load_in_8bit": True}, "gguf",
+        {"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"load_in_8bit": True}, "gguf",
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
-def test_a_quantised_checkpoint_is_refused_by_name(family: str, quantization: Any) -> None:
+def test_a_quantised_checkpoint_is_refused_by_name(quantization: Any) -> None:
     named = quantization.get("quant_method", "load_in_8bit") if isinstance(quantization, dict) else quantization
-    data = {**FAMILIES[family][1].to_dict(), "quantization_config": quantization}
+    data = {**QWEN3.to_dict(), "quantization_config": quantization}
     with raises_one_line(rf"quantization_config is of .*{named}.*, not implemented; give the model in bf16, or "):
         config_from_hf(data)
     assert config_from_hf({**data, "quantization_config": None})
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_weights_that_are_no_floats_are_refused(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    deep_model(family).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    deep_model("qwen3_moe").save_pretrained(tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     name = next(each for each in tensors if "experts.3" in each)
     tensors[name] = (tensors[name] * 100).to(dtype)
@@ -187,23 +183,15 @@ def test_weights_that_are_no_floats_are_refused(family: str, dtype: torch.dtype,
     ("change", "message"),
     [
         ({"hidden_size": 32.7}, "hidden_size must be an integer, got 32.7"),
-        ({"num_experts": 5.5}, "num_experts must be an integer, got 5.5"),
         ({"num_experts_per_tok": True}, "num_experts_per_tok must be a number, got True"),
         ({"vocab_size": "53"}, "vocab_size must be a number, got '53'"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a number, got nan"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number, got inf"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number, got an integer of 1329 bits"),
         ({"hidden_size": 1e300}, r"hidden_size must be below 2\*\*63"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
-        ({"norm_topk_prob": "false"}, "norm_topk_prob must be true or false, got 'false'"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
-        ({"output_router_logits": "false"}, "output_router_logits must be true or false, got 'false'"),
         ({"attention_bias": "false"}, "attention_bias must be False, got 'false'"),
-        ({"use_sliding_window": "no"}, "use_sliding_window must be False, got 'no'"),
         ({"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an integer, got 1.5"),
-        ({"mlp_only_layers": [0, "1"]}, "mlp_only_layers must be a list of layers, got"),
-        ({"mlp_only_layers": [[0]]}, "mlp_only_layers must be a list of layers, got"),
         ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got"),
         ({"mlp_only_layers": "none"}, "mlp_only_layers must be a list of layers, got 'none'"),
     ],
@@ -240,7 +228,6 @@ CLAIMS = {
     "dense layers": (
         SMALL | {"num_hidden_layers": 100_000, "mlp_only_layers": [*range(1, 100_000)] * 3}, 8_000_000, "is missing",
     ),
-    "experts": ({"num_experts": 2_000}, 20_000_000, r"experts\.6\.gate_proj.* is missing"),
     "experts without bytes": ({"num_experts": 10**12}, 0, "claims .* parameters, and the files have"),
     "wider experts": ({"moe_intermediate_size": 10**4}, 20_000_000, r"must be \(10000, 32\) as the configuration"),
     "vocabulary": ({"vocab_size": 10**5}, 10_000_000, r"must be \(100000, 32\) as the configuration"),
@@ -260,25 +247,6 @@ def test_what_no_weights_back_is_refused_before_anything_is_made(
         load_hf(folder)
     assert time.perf_counter() - start < 5
     assert not made
-
-
-@pytest.mark.parametrize("name", ["mlp_only_layers", "moe_layers"])
-def test_long_lists_of_layers_take_no_time(name: str) -> None:
-    llama = {
-        "model_type": "llama4_text", "vocab_size": 53, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
-        "max_position_embeddings": 32, "intermediate_size": 8, "intermediate_size_mlp": 8, "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-    }  # fmt: skip
-    data = llama if name == "moe_layers" else hf_config_dict(CONFIG)
-    data = {**data, "num_hidden_layers": 100_000, name: [*range(50_000, 99_999)] * 6}
-    start = time.perf_counter()
-    sizes = sizes_from_hf(data)
-    dense = sizes.num_dense_layers
-    if name == "mlp_only_layers":
-        config = config_from_hf(data)
-        assert len(hf_config_dict(config)["mlp_only_layers"]) == config.num_dense_layers == dense
-    assert time.perf_counter() - start < 5
-    assert dense == (50_001 if name == "moe_layers" else 49_999)
 
 
 def test_load_hf_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

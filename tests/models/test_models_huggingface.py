@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import from_hf_state_dict, tiny_model
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,34 +147,6 @@ def test_saved_folder_loads_in_transformers_with_the_same_logits(config: ModelCo
         assert_equal(ours.state_dict(), back.state_dict())
 
 
-def test_large_models_are_sharded(tmp_path: Path) -> None:
-    model = make()
-    save_hf(model, tmp_path / "model", max_shard_bytes=30_000)
-    files = sorted((tmp_path / "model").glob("*.safetensors"))
-    count = len(files)
-    assert count > 3
-    assert [file.name for file in files] == [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
-    assert set(index["weight_map"]) == set(to_hf_state_dict(model))
-    for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / "model" / file, framework="pt") as shard:
-            assert name in shard.keys()  # noqa: SIM118 (it is no dict)
-    assert all(file.stat().st_size < 40_000 for file in files)
-    tokens = batch()
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        torch.testing.assert_close(hf(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
-        assert torch.equal(load_hf(tmp_path / "model")(tokens).logits, model(tokens).logits)
-
-
-def test_dtype_is_kept(tmp_path: Path) -> None:
-    save_hf(make(dtype=torch.bfloat16), tmp_path / "model")
-    assert {t.dtype for t in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
-    assert load_hf(tmp_path / "model", dtype=torch.float64).embed.weight.dtype == torch.float64
-
-
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(ValueError, match="not an empty folder"):
@@ -217,10 +188,7 @@ def test_what_qwen3_cannot_express_is_not_exported(change: dict[str, Any], name:
         ({"use_sliding_window": True}, "use_sliding_window must be False"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "rope_type must be 'default', got 'yarn'"),
         ({"vocab_size": 0}, "vocab_size"),
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"num_experts": "many"}, "num_experts must be a number, got 'many'"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
-        ({"initializer_range": [0.1]}, "initializer_range must be a number"),
         ({"rope_parameters": "yarn"}, "rope_parameters must be a table of settings or null, got 'yarn'"),
         ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1; .* set it to 0 in config.json"),
     ],
@@ -296,14 +264,6 @@ def test_a_random_transformers_model_gives_the_same_logits_loss_and_gradients(na
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", ["mixed", "tied", "all experts", "dense", "not normalised", *FAMILIES])
-def test_configuration_survives_the_round_trip(name: str) -> None:
-    config = VARIANTS[name] if name in VARIANTS else config_from_hf(FAMILIES[name][1].to_dict())
-    if config.moe is not None:  # one initializer_range there, two here
-        config = replace(config, moe=replace(config.moe, initializer_range=config.initializer_range))
-    assert config_from_hf(json.loads(json.dumps(hf_config_dict(config)))) == config
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sharded_in_and_out_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -320,6 +280,9 @@ def test_sharded_in_and_out_bit_for_bit(family: str, dtype: torch.dtype, tmp_pat
         assert torch.equal(after[name], tensor), name
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(before)
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in ours.parameters())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
 
     back, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert type(back) is type(theirs)
@@ -327,21 +290,6 @@ def test_sharded_in_and_out_bit_for_bit(family: str, dtype: torch.dtype, tmp_pat
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # .to(dtype) has rounded theirs' rotary buffers
     with torch.no_grad():
         assert torch.equal(back(batch()).logits, again(batch()).logits)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_interleaved_layers_export_alike(family: str) -> None:
-    theirs = transformers_model(family)
-    config = config_from_hf(theirs.config.to_dict())
-    assert config.moe is not None
-    interleaved = replace(config, moe=replace(config.moe, gate_up="interleaved"))
-    exported = []
-    for each in (config, interleaved):
-        model = DecoderLM(each)
-        model.load_state_dict(our_weights(theirs, each))
-        exported.append(to_hf_state_dict(model))
-    assert exported[0].keys() == exported[1].keys()
-    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
 
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
