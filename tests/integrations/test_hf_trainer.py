@@ -46,10 +46,8 @@ def losses(family: str, implementation: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_train_takes_the_same_steps_as_with_eager_experts(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_takes_the_same_steps_as_with_eager_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = "gpt_oss"
     calls, moe = [], integration.moe
     monkeypatch.setattr(integration, "moe", lambda *args, **more: calls.append(1) or moe(*args, **more))
     eager = losses(family, "eager", tmp_path / "eager")
