@@ -20,7 +20,8 @@ _TIMEOUT_S = 60  # a rank that waits for one that does not call fails the check
 _PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
-    "tilemoe",
+    "torch._dynamo",
+    "helpers",
 ]  # imported once, by the process that all ranks are forked from
 
 Check = Callable[[], None]

@@ -1,21 +1,12 @@
 """Figures can be read in grey: the lightness of the styles, and that whatever draws takes its colours from there."""
 
-import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_rgb
 
 from tilemoe.plots import STYLES, spread
 
-ROOT = Path(__file__).parents[1]
-DRAWING = [
-    path
-    for folder in ("tilemoe", "benchmarks")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if "matplotlib" in path.read_text(encoding="utf-8")
-]
 STEP = 10  # of lightness, of which black to white is 100
 
 
@@ -47,13 +38,3 @@ def test_spread_is_as_far_apart_as_can_be() -> None:
         assert (taken[0], taken[-1]) == (0, len(STYLES) - 1)
     with pytest.raises(ValueError, match="count must be from 0 to 6, got 7"):
         spread(7)
-
-
-@pytest.mark.parametrize("path", DRAWING, ids=[path.stem for path in DRAWING])
-def test_what_draws_has_no_colours_of_its_own(path: Path) -> None:
-    """But black, white and shades of grey, which are written as their lightness."""
-    source = re.sub(r"\nSTYLES = \(\n.*?\n\)\n", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert re.findall(r"#[0-9a-fA-F]{6}\b|\btab:\w+|\bcmap=\"|\bC\d\b", source) == []
-    assert set(re.findall(r"colou?r=\"(\w+)\"", source)) <= {"black", "white"}
-    for call in re.findall(r"\bax(?:is|es)(?:\[\d\])?\.(?:bar|barh|plot|scatter)\([^\n]*", source):
-        assert re.search(r"style|color|STYLES", call), call

@@ -94,19 +94,6 @@ def test_a_process_that_ends_fails_one_case_and_another_runs_the_rest(cases: pyt
     result.stdout.fnmatch_lines(["*the process ended, exit code -6; its last lines:", "*Fatal Python error: Aborted"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "passed"),
-    [
-        (("-k", "passes and 2"), 1),
-        (("-m", "thorough"), 1),
-        (("test_apart.py::test_passes",), 2),
-        (("test_apart.py::test_passes[fake_driver-1]",), 1),
-    ],
-)
-def test_selection_by_name(cases: pytest.Pytester, arguments: tuple[str, ...], passed: int) -> None:
-    run(cases, *arguments).assert_outcomes(passed=passed, deselected=7 if arguments[0].startswith("-") else 0)
-
-
 def test_a_file_that_cannot_be_imported_is_an_error_that_says_why(folder: pytest.Pytester) -> None:
     folder.makepyfile(test_broken='import pytest\npytestmark = pytest.mark.process("fake_driver")\nimport nowhere\n')
     result = run(folder)

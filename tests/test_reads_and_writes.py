@@ -128,46 +128,13 @@ def test_what_writes_in_place_follows_no_link(module: str) -> None:
     assert found == IN_NEW_FOLDERS.get(module, set())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle", "from pickle import load", "import marshal as m", "import torch; torch.load(f)",
-        "from torch import load", "from torch.distributed.checkpoint import load", "eval(text)", "f = exec",
-        "compile(t, n, m)",
-        "from torch.distributed.checkpoint.filesystem import FileSystemReader", "np.load(f)", "from numpy import load",
-        "g(f, weights_only=True)", "g(f, allow_pickle=False)", "def f():\n  from shelve import open",
-    ],
-)  # fmt: skip
-def test_the_walk_sees_readers(line: str) -> None:
-    assert readers(line)
+def test_the_walk_sees_them() -> None:
+    """So that it does not pass because it looks for nothing."""
+    for line in ("from pickle import load", "torch.load(f)", "f = exec", "g(f, weights_only=True)", "compile(t, n, m)"):
+        assert readers(line), line
     assert not readers("import pickletools, torch\nmodel.eval()\ntorch.compile(f)\nre.compile(t)\njson.load(f)")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import jinja2.sandbox",
-        "from jinja2 import Template",
-        "from transformers.utils import chat_template_utils",
-        "def f():\n  from transformers.utils.chat_template_utils import render_jinja_template",
-        "tokenizer.apply_chat_template(m)",
-    ],
-)
-def test_the_walk_sees_renderers(line: str) -> None:
-    assert renderers(line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "open(p, 'w')",
-        "p.open('ab')",
-        "(a / b).open(mode='r+')",
-        "p.write_text(t)",
-        "(a / b).touch()",
-        "save_file(t, p)",
-    ],
-)
-def test_the_walk_sees_writers(line: str) -> None:
-    assert writers(f"def f():\n  {line}")[0][0] == "f"
+    for line in ("from jinja2 import Template", "tokenizer.apply_chat_template(m)"):
+        assert renderers(line), line
+    for line in ("open(p, 'w')", "p.open('ab')", "(a / b).open(mode='r+')", "p.write_text(t)", "save_file(t, p)"):
+        assert writers(f"def f():\n  {line}")[0][0] == "f", line
     assert not writers("open(p, 'w', opener=never_a_link)\np.open('rb')\nopen(p)")

@@ -1,4 +1,4 @@
-"""What the pages name is there, files, functions, tests and links, and the kernels' times are the newest recorded.
+"""What the pages name is there: files, functions, tests and links.
 
 A name is `path.py` or `path.py:name`, or `path.py:Class.method`, in backticks, its path below the root or tilemoe/. One
 with a commit behind it, `path.py` at a207b99, may have gone.
@@ -7,7 +7,6 @@ with a commit behind it, `path.py` at a207b99, may have gone.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import traceback
@@ -20,8 +19,6 @@ import torch
 
 import tilemoe
 from tilemoe.kernels.experts.torch.backend import TorchBackend
-from tilemoe.perf.costs import kernel_costs
-from tilemoe.shape import MoEShape
 
 ROOT = Path(__file__).parents[2]
 LAB = ROOT / "docs" / "lab"
@@ -31,8 +28,6 @@ PAGES += [page for page in sorted(ROOT.glob("docs/**/*.md")) if LAB not in page.
 HISTORY = [ROOT / "CHANGELOG.md", *sorted(LAB.glob("*.md"))]
 NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`(?!\s+at [0-9a-f]{7}\b)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-COSTS = kernel_costs(MoEShape(32768, 2048, 1024, 64, 8))  # OLMoE
-TIME = re.compile(r"(\d+\.\d+) ms \(([0-9a-f]{7})\)")
 
 
 def prose(page: Path) -> str:
@@ -113,18 +108,3 @@ def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(TorchBackend, "up_proj_act", up_proj_act)
     tilemoe.MoE(tilemoe.MoEConfig(16, 8, 4, 2))(torch.randn(3, 16))
     assert met == frames[:backend]
-
-
-def test_times_are_the_newest_recorded() -> None:
-    rows = [json.loads(line) for line in (ROOT / "results" / "kernels.jsonl").read_text().splitlines()]
-    newest = {}
-    for row in sorted(rows, key=lambda row: row["time"]):
-        if (row["case"], row["mode"], row["kernels"]) == ("OLMoE", "sustained", "hopper"):
-            newest[row["kernel"]] = (f"{row['ms']['median']:.3f}", row["commit"][:7])
-    seen = set()
-    for line in prose(ROOT / "docs" / "kernels.md").splitlines():
-        for told in TIME.findall(line):
-            kernel = line.split("|")[2].strip(" `")
-            assert told == newest[kernel], f"results/kernels.jsonl has {newest[kernel]}"
-            seen.add(kernel)
-    assert seen >= {*COSTS, "logits", "route", "route_grad", "logits_grad"}

@@ -52,66 +52,6 @@ def test_the_steps_of_models_are_the_newest_recorded() -> None:
         assert found == [str(row["layers"]), f"{ms:.1f}", f"{row['ratio']:.2f}", f"{row['memory_ratio']:.2f}"], case
 
 
-def test_the_steps_of_models_on_an_h100_are_the_newest_recorded() -> None:
-    found = {}
-    for attention in ("eager", "flex_attention", "sdpa"):
-        rows = newest("hf_step", implementation="tilemoe", gpu=H100, attention=attention)
-        found |= {(case, attention): f"{row['ratio']:.2f}" for case, row in rows.items()}
-    gpt_oss = " / ".join(found["gpt-oss-20b", attention] for attention in ("eager", "flex_attention"))
-    qwen3, olmoe, mixtral = (found[name, "sdpa"] for name in ("Qwen3-30B-A3B", "OLMoE-1B-7B", "Mixtral-8x7B"))
-    assert f"the first four rows are {gpt_oss}, {qwen3}, {olmoe} and {mixtral}." in RESULTS
-
-
-def test_what_hosts_do_on_the_smallest_cases_is_recorded() -> None:
-    """Host milliseconds at one commit, and sonic-moe's times of a machine with a faster host over ours."""
-    names = ("7B-n256", "7B-n1024", "1.4B-n256")
-    rows = {
-        (row["commit"][:7], row["contestant"], row["case"]): row
-        for row in map(json.loads, (ROOT / "results" / "layer.jsonl").read_text().splitlines())
-        if row["mode"] == "sustained"
-    }
-
-    def both(value: str, commit: str, contestant: str) -> list[float]:
-        found = [rows[commit, contestant, name][value] for name in names]
-        return [each["median"] if isinstance(each, dict) else each for each in found]
-
-    theirs, ours = (both("forward_host_ms", "3462e76", name) for name in ("sonic-moe", "tilemoe"))
-    faster, here = both("forward_ms", "8c06118", "sonic-moe"), both("forward_ms", "3462e76", "tilemoe")
-    least = [f"{limit(hosts):.1f}" for hosts in (theirs, ours) for limit in (min, max)]
-    ratios = [f"{them / us:.2f}" for them, us in zip(faster, here, strict=True)]
-    for page in (README, RESULTS):
-        assert re.search(rf"{least[0]} to {least[1]} ms.*{least[2]} to {least[3]}", page.replace("\n", " "))
-        assert f"{ratios[0]}, {ratios[1]} and {ratios[2]}" in page.replace("\n", " ")
-    slow = [f"{rows['3462e76', 'sonic-moe', name]['forward_ratio']:.2f}" for name in names]
-    assert f"{slow[0]}, {slow[1]} and {slow[2]}" in README.replace("\n", " ")
-    assert f"{', '.join(f'{each:.2f}' for each in faster[:2])} and {faster[2]:.2f} ms" in RESULTS.replace("\n", " ")
-
-
-def test_what_fp8_gains_is_the_newest_recorded_on_every_page() -> None:
-    """Least and most of the cases, with the host or without: the forward, and both parts together."""
-    forward, both = [], []
-    for row in newest("fp8_layer", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200").values():
-        forward.append(1 / row["forward_ratio"])
-        times = [sum(each[f"{part}_ms"]["median"] for part in PARTS) for each in (row["baseline"], row)]
-        both.append(times[0] / times[1])
-    ranges = [f"{min(each):.2f} to {max(each):.2f}" for each in (forward, both)]
-    for page in ("docs/results.md", "docs/fp8.md", "CHANGELOG.md"):
-        text = (ROOT / page).read_text(encoding="utf-8").replace("\n", " ")
-        told = rf"H200:?(?: \w+ layer's)? forward (?:is )?{ranges[0]} times.*?{ranges[1]}\s+times"
-        assert re.search(told, text), page
-
-
-def test_what_is_left_without_hosts_is_the_newest_recorded() -> None:
-    rows = newest("layer", mode="alone", contestant="sonic-moe", gpu="NVIDIA H200").values()
-    least_and_most = [
-        f"{min(ratios):.2f} to {max(ratios):.2f}"
-        for part in PARTS
-        if (ratios := [row[f"{part}_ratio"] for row in rows])
-    ]
-    assert f"{least_and_most[0]} times as fast as sonic-moe's, backwards {least_and_most[1]}" in RESULTS
-    assert f"{least_and_most[0]} times as fast" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-
-
 def test_each_number_of_the_readme_is_on_the_list() -> None:
     """What its results say apart from the table: each is in a row of docs/results.md, with how to have it again."""
     prose = README.split("## Results")[1].split("## Why this one")[0]

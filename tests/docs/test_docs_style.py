@@ -1,4 +1,4 @@
-"""Sentences that a reader can follow, and messages in the troubleshooting page that the package really gives."""
+"""Messages in the troubleshooting page are those that the package really gives."""
 
 from __future__ import annotations
 
@@ -35,8 +35,3 @@ def pieces(message: str) -> list[str]:
 def test_a_message_is_the_package_s(message: str) -> None:
     pattern = ".*".join(map(re.escape, pieces(message)))
     assert any(re.search(pattern, template, re.S) for template in templates())
-
-
-def test_there_are_many_messages() -> None:
-    assert len(MESSAGES) >= 40
-    assert all(sum(map(len, pieces(message))) >= 12 for message in MESSAGES)  # enough to tell one from another

@@ -47,15 +47,6 @@ def test_presets_equal_the_reference(name: str) -> None:
     assert_routes_as_the_reference(random(90, 16, seed=1), cfg, mask)
 
 
-@pytest.mark.parametrize("mode", ["nearest", "up"])
-@pytest.mark.parametrize("router", [LOSSES, RouterConfig(score="sigmoid", z_loss_coef=0.01)])
-def test_masked_experts_are_the_last_to_be_added(router: RouterConfig, mode: str) -> None:
-    logits = random(60, 6)
-    logits[:40, 2] = float("-inf")
-    routing = assert_routes_as_the_reference(logits, config(mode, 6, 2, router))
-    assert bool(routing.scores.isfinite().all())
-
-
 def test_evaluation_is_plain_top_k_and_draws_nothing() -> None:
     logits, cfg, generator = random(75, 8), config("stochastic"), seeded()
     routing = route(logits, cfg, training=False, generator=generator)

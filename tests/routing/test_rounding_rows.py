@@ -218,14 +218,6 @@ def test_hostile_selections(name: str, mode: str) -> None:
         assert_rounds_as_the_reference(HOSTILE[name], rounding, uniform, scale=2.5)
 
 
-@pytest.mark.parametrize("mode", ROUNDING_MODES)
-def test_a_usual_size(mode: str) -> None:
-    rounding = TokenRounding(mode, 64)  # type: ignore[arg-type]
-    selection = select(random_scores(600, 16, seed=3), 4)
-    plan = assert_rounds_as_the_reference(selection, rounding, uniform_for(rounding, 16))
-    assert plan.rows_per_expert.tolist() != selection.pairs_of_expert()
-
-
 def test_ties_go_to_the_lower_token() -> None:
     # 20 and 60 tokens: expert 0 drops the last 4 of equal scores, expert 1 adds the first 4 of the others.
     scores = torch.tensor([[0.5, 0.25]]).repeat(80, 1)
