@@ -1,7 +1,8 @@
-"""`tilemoe bench` from end to end on CPU: short spells and small sizes, everything else is real."""
+"""`tilemoe bench` from end to end on CPU, and run.py's cold start: short spells and small sizes, the rest is real."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import run
 
 from tilemoe.bench import cases, kernels, peers, record, step, timing
 from tilemoe.cli.main import main
@@ -126,6 +128,18 @@ def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytes
         assert first["tokens_per_s"] == pytest.approx(1e3 * first["num_tokens"] / first["step_ms"]["median"], rel=0.01)
 
 
+def test_a_cold_start_is_timed_for_each_case_and_other_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases, "MAIN", SHAPES)
+    monkeypatch.setattr(run, "DEVICE", "cpu")
+    monkeypatch.setattr(run, "COLD_TOKENS", 11)
+    run.cold_child(argparse.Namespace(cases="main", peers="tilemoe"))
+    seconds = json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]
+    assert list(seconds) == ["7B-n256", "OLMoE", "OLMoE, 11 tokens"]
+    assert all(value >= 0 for value in seconds.values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,11 +149,7 @@ def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytes
         (("kernels", "--modes", "alone"), "--modes of kernels are burst, sustained; got 'alone'"),
         (("layer", "--kernels", "triton"), "name the backend of bench layer in --peers 'tilemoe[triton]'"),
         (("kernels", "--peers", "tilemoe", "--cases", "x"), "--peers is for bench layer and step; name the backend of"),
-        (("kernels", "--peers", "", "--cases", "x"), "--peers is for bench layer and step"),
-        (("step", "--kernels", "triton"), "name the backend of bench step in --peers 'tilemoe[triton]'"),
-        (("step", "--modes", "alone"), "--modes of step are burst, sustained; got 'alone'"),
         (("layer", "--seconds", "nan", "--cases", "x"), "--seconds must be a number >= 0, got nan"),
-        (("step", "--seconds", "-1", "--cases", "x"), "--seconds must be a number >= 0, got -1.0"),
         (("everything",), "everything"),
     ],
 )

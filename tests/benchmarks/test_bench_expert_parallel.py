@@ -1,12 +1,11 @@
-"""The expert-parallel layer's row, of two processes on a CPU, and that a wrong layer is not timed."""
+"""The expert-parallel layer's row, of two processes on a CPU."""
 
-from typing import Any
+from pathlib import Path
 
 import expert_parallel
 import pytest
 from ranks import run_on_ranks
 
-from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.shape import MoEShape
 
 SHAPE = MoEShape(64, 32, 16, 8, 3)
@@ -23,21 +22,6 @@ def check_row() -> None:
     assert row["over_bound"] == pytest.approx(row["layer_ms"]["median"] / row["bound_ms"], rel=1e-2)
 
 
-def check_a_wrong_layer() -> None:
-    """A layer whose sums come back wrong is not timed."""
-    combine = AllToAllDispatcher.combine
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AllToAllDispatcher, "combine", lambda *args: 1.05 * combine(*args))
-        with pytest.raises(AssertionError, match=r"the layer's output is off by .*: not timed"):
-            expert_parallel.measure(SHAPE, 2, 1, 0.001)
-
-
-@pytest.fixture(scope="module")
-def found_by_ranks(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_on_ranks(selected([check_row, check_a_wrong_layer]), 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["check_row", "check_a_wrong_layer"])
-def test_two_processes(name: str, found_by_ranks: dict[str, str]) -> None:
-    assert not found_by_ranks[name], found_by_ranks[name]
+def test_a_row_of_two_processes(tmp_path: Path) -> None:
+    assert run_on_ranks([check_row], 2, tmp_path) == {"check_row": ""}

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import train_throughput
-from torch import Tensor
 
-from tilemoe.bench import peers, record
+from tilemoe.bench import record
 from tilemoe.config import to_dict
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.job.processes import Job
@@ -69,17 +68,6 @@ def test_jobs_are_measured_and_recorded(
     assert [row["accumulation"] for row in rows] == [2, 2, 1, 1]
 
 
-@pytest.mark.thorough
-def test_a_job_alone_can_shard_over_itself_and_gives_the_same(path: Path) -> None:
-    options = ["--recipe", str(path), "--steps", "1", "--warmup", "2", "--device", "cpu"]
-    run(*options)
-    run(*options, "--shard-alone")
-    plain, sharded = record.rows("train_throughput")
-    assert (plain["sharded"], sharded["sharded"]) == (False, True)
-    assert sharded["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    assert not torch.distributed.is_initialized()
-
-
 def test_precisions_take_turns_on_the_same_weights(
     path: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,18 +87,6 @@ def test_precisions_take_turns_on_the_same_weights(
     assert firsts == pytest.approx([firsts[0]] * 3, rel=1e-3)
     with pytest.raises(ValueError, match="no precision called 'fp4'; known are bf16, fp8, fp8"):
         train_throughput.peer_and_recipe("tilemoe[fp4]", recipe)
-
-
-def test_a_layer_that_computes_something_else_is_not_timed(
-    results: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def wrong(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return 1.05 * peers.grouped_mm_experts(x, scores, ids, w1, w2)
-
-    monkeypatch.setattr(train_throughput, "CONTESTANTS", {"wrong": lambda: ("1", wrong)})
-    run("--recipe", str(path), "--peers", "wrong", "--device", "cpu")
-    assert "wrong is left out: output is off by" in capsys.readouterr().out
-    assert not (results / "train_throughput.jsonl").exists()
 
 
 def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_recipe_of_one_gpu_trains_without_one(
         **{f"model.moe.{name}": value for name, value in moe.items()}, "model.max-seq-len": 32, "data.corpus": text,
         "data.cache-dir": tmp_path / "cache", "data.tokenizer": "bytes", "data.heldout-every": 4, "data.seq-len": 32,
         "data.batch-size": 2, "train.device": "cpu", "train.steps": 2, "train.accumulation": 2,
-        "train.eval-batches": 1, "train.out-dir": tmp_path / "run",
+        "train.eval-batches": 1, "train.sample-tokens": 0, "train.out-dir": tmp_path / "run",
     }  # fmt: skip
     options = [part for name, value in settings.items() for part in (f"--{name}", value)]
     status, out, err = run("train", "--recipe", "single-gpu", "--train.no-plot", "--train.no-tensorboard", *options)
