@@ -22,6 +22,7 @@ BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
 SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py"}
 # Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
 NOT_RUN = ("make ", "pip install", "tilemoe doctor")
+OF_THE_SCRIPT = ("tilemoe train", "tilemoe generate", "tilemoe export")  # of the README, as train_folder.sh has them
 
 
 class Block(NamedTuple):
@@ -48,8 +49,8 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def run_blocks(page: Path, folder: Path) -> str:
-    """Of a page, in order; what they print."""
+def run_blocks(page: Path, folder: Path, *not_run: str) -> str:
+    """Of a page, in order; what they print. Lines that begin with one of ``not_run`` are left out."""
     python, printed = "", ""
     for language, title, text in blocks_of(page):
         assert language in ("sh", "python", "json"), f"{page.name} has a block of {language}, which no test runs"
@@ -59,7 +60,7 @@ def run_blocks(page: Path, folder: Path) -> str:
         elif language == "python":
             python += text
         else:
-            lines = [line for line in text.splitlines() if not line.startswith(NOT_RUN)]
+            lines = [line for line in text.splitlines() if not line.startswith((*NOT_RUN, *not_run))]
             printed += run(folder, "bash", "-euo", "pipefail", "-c", "\n".join(lines)) if lines else ""
     return printed + (run(folder, sys.executable, "-c", python) if python else "")
 
@@ -106,9 +107,15 @@ def test_several_gpus(pretrained: tuple[Path, str]) -> None:
     assert last < 0.5 * first
 
 
-def test_readme(tmp_path: Path) -> None:
-    run_blocks(ROOT / "README.md", tmp_path)
-    assert (tmp_path / "exported" / "config.json").is_file()
+def test_readme(pretrained: tuple[Path, str]) -> None:
+    """Its commands are those of the script, which has been run, but for the text and the prompt."""
+    script = (PAGES / "train_folder.sh").read_text(encoding="utf-8").splitlines()
+    commands = [line.partition(" #")[0] for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()]
+    for start in OF_THE_SCRIPT:
+        ((told,), (ran,)) = ([line.split() for line in lines if line.startswith(start)] for lines in (commands, script))
+        assert {word for word in told if word.startswith("--")} <= set(ran), told
+        assert "--prompt" in told or set(told) <= set(ran), told
+    run_blocks(ROOT / "README.md", pretrained[0], *OF_THE_SCRIPT)
 
 
 def test_every_page_and_script_is_run() -> None:

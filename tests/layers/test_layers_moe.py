@@ -242,15 +242,8 @@ def test_recomputation_changes_nothing(how: str) -> None:
     ("x", "mask", "message"),
     [
         (torch.zeros(3, 15), None, r"x must be \(\.\.\., 16\)"),
-        (torch.zeros(()), None, r"x must be \(\.\.\., 16\)"),
-        (torch.zeros(3, 16).long(), None, "x must be bfloat16, float16, float32 or float64, got torch.int64"),
-        (torch.zeros(3, 16).to(torch.float8_e4m3fn), None, "x must be bfloat16, .*, got torch.float8_e4m3fn"),
-        (None, None, "x must be a tensor, got NoneType"),
-        ([[0.0] * 16], None, "x must be a tensor, got list"),
         (torch.zeros(3, 16, dtype=torch.bfloat16), None, "bfloat16"),
-        (torch.zeros(3, 16, device="meta"), None, "x is on meta but the weights are on cpu; move"),
         (torch.zeros(3, 16), torch.ones(4, dtype=torch.bool), r"token_mask must be \(3,\)"),
-        (torch.zeros(3, 16), torch.ones(3), "token_mask"),
         (torch.full((3, 16), float("nan")), None, "NaN"),
     ],
 )

@@ -154,16 +154,3 @@ def test_never_holds_the_logits_of_all_tokens() -> None:
     with LargestTensor() as theirs:
         F.cross_entropy(hidden @ weight.T, labels).backward()
     assert theirs.elements == 640 * V
-
-
-@pytest.mark.parametrize(
-    ("hidden", "weight", "labels", "message"),
-    [
-        (torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64), "hidden must be"),
-        (torch.zeros(3, 4), torch.zeros(5, 3), torch.zeros(3, dtype=torch.int64), "hidden must be"),
-        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64), r"labels must be \(3,\)"),
-    ],
-)
-def test_bad_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chunked_cross_entropy(hidden, weight, labels)

@@ -100,23 +100,12 @@ def ids(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: plan_topk([[0, 1]], 4), "expert_ids must be a tensor, got list"),
-        (lambda: plan_topk(ids(3), 4), r"expert_ids must have 2 dimension\(s\), got shape \(3,\)"),
-        (lambda: plan_topk(ids(3, 2, dtype=torch.int16), 4), "expert_ids must be int32 or int64, got torch.int16"),
-        (lambda: plan_topk(ids(3, 2).float(), 4), "expert_ids must be int32 or int64, got torch.float32"),
         (lambda: plan_topk(ids(3, 0), 4), "K >= 1, got K = 0"),
-        (lambda: plan_topk(ids(3, 2), 0), "num_experts must be an integer in"),
-        (lambda: plan_topk(ids(3, 2), True), "num_experts must be an integer in"),
         (lambda: plan_topk(ids(3, 2) - 1, 4), "found a negative id"),
         (lambda: plan_topk(torch.empty(2**20, 2**12, dtype=torch.int32, device="meta"), 4), "row indices are int32"),
         (lambda: plan_pairs(ids(3), ids(4), 5, 4), "must have the same length"),
-        (lambda: plan_pairs(ids(3, 1), ids(3), 5, 4), "token must have 1 dimension"),
-        (lambda: plan_pairs(ids(3), ids(3).to("meta"), 5, 4), "token is on cpu but expert is on meta"),
-        (lambda: plan_pairs(ids(3), ids(3), -1, 4), "num_tokens must be an integer in"),
         (lambda: plan_pairs(ids(3), ids(3), 0, 4), "token ids must lie in"),
-        (lambda: plan_pairs(ids(3) - 1, ids(3), 5, 4), "token ids must lie in"),
         (lambda: plan_pairs(ids(3) + 5, ids(3), 5, 4), "token ids must lie in"),
-        (lambda: plan_pairs(ids(3), ids(3) - 1, 5, 4), "found a negative id"),
     ],
 )
 def test_bad_arguments_are_named_in_one_line(build: Callable[[], RoutingPlan], message: str) -> None:

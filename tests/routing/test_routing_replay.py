@@ -135,15 +135,9 @@ GOOD = any_ids()
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (GOOD.tolist(), "expert_ids must be a tensor, got list"),
-        (GOOD.float(), "expert_ids must be int32 or int64, got torch.float32"),
-        (GOOD.short(), "expert_ids must be int32 or int64, got torch.int16"),
-        (GOOD[None], "expert_ids must have 2 dimension"),
         (GOOD[:, :2], r"expert_ids must be \(T, K\) = \(20, 3\), got \(20, 2\); give K"),
         (GOOD[1:], r"expert_ids must be \(T, K\) = \(20, 3\), got \(19, 3\)"),
-        (GOOD.to("meta"), "expert_ids is on meta but the logits are on cpu; move"),
         (GOOD.clone().index_fill_(0, torch.tensor([4]), E), r"expert_ids must lie in \[0, 16\), got 16; leave tokens"),
-        (GOOD - 1, r"expert_ids must lie in \[0, 16\), got -1"),
         (GOOD.clone().index_fill_(0, torch.tensor([4]), 7), "expert_ids names expert 7 twice for one token"),
     ],
 )

@@ -206,14 +206,9 @@ def with_value(value: float, *columns: int) -> Tensor:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: route([[0.0]], PLAIN), "logits must be a tensor, got list"),
-        (lambda: route(LOGITS, PLAIN.router), "cfg must be a MoEConfig, got RouterConfig"),
         (lambda: route(torch.zeros(2, 2, 6), PLAIN), r"logits must be \(T, E\) with E = num_experts = 6, got shape"),
-        (lambda: route(torch.zeros(4, 5), PLAIN), r"logits must be \(T, E\) with E = num_experts = 6, got shape"),
         (lambda: route(LOGITS, BIASED), "selection_bias is missing"),
         (lambda: route(LOGITS, PLAIN, selection_bias=torch.zeros(6)), "selection_bias was given, but"),
-        (lambda: route(LOGITS, BIASED, selection_bias=torch.zeros(5)), r"selection_bias must be \(6,\) torch.float32"),
-        (lambda: route(LOGITS, PLAIN, token_mask=torch.ones(3, dtype=torch.bool)), r"token_mask must be \(4,\)"),
         (lambda: route(LOGITS, PLAIN, token_mask=torch.ones(4)), r"token_mask must be \(4,\) torch.bool"),
         (lambda: route(with_value(float("nan"), 1), PLAIN), r"logits\[2\] has NaN"),
         (lambda: route(with_value(float("inf"), 1), PLAIN), r"logits\[2\] has \+inf"),
@@ -264,16 +259,8 @@ def test_a_skewed_router_ends_balanced() -> None:
 @pytest.mark.parametrize(
     ("biases", "counts", "rate", "message"),
     [
-        (
-            [torch.zeros(4)],
-            torch.zeros(1, 4),
-            0.1,
-            "pairs_per_expert must be int32 or int64 counts, got torch.float32",
-        ),
-        ([torch.zeros(4)], torch.zeros(4, dtype=torch.int32), 0.1, r"pairs_per_expert must be \(L, E\)"),
         ([torch.zeros(4)], torch.zeros(2, 4, dtype=torch.int32), 0.1, "one row for each of the 1 biases"),
         ([torch.zeros(3)], torch.zeros(1, 4, dtype=torch.int32), 0.1, r"biases\[0\] must be \(4,\)"),
-        ([torch.zeros(4)], torch.zeros(1, 4, dtype=torch.int32), -0.1, "rate must be a finite number >= 0, got -0.1"),
     ],
 )
 def test_bad_arguments_are_named(biases: list[Tensor], counts: Tensor, rate: float, message: str) -> None:
