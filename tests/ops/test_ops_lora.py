@@ -19,7 +19,7 @@ from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.testing import hostile_routings, poisoned_memory, relative_error
+from tilemoe.testing import hostile_routings, make_inputs, poisoned_memory, relative_error
 
 D, N, R, SCALE = 16, 24, 4, 0.7
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
@@ -30,25 +30,19 @@ CASES = {
 }
 
 
-def given(plan: RoutingPlan, case: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Any], Adapters]:
+def given(
+    plan: RoutingPlan, case: str, dtype: torch.dtype = torch.float64, d: int = D, n: int = N
+) -> tuple[dict[str, Any], Adapters]:
     """Arguments of `moe` and adapters; x, the scores and the adapters want gradients."""
     activation, gate_up, bias = CASES[case]
-    generator = torch.Generator().manual_seed(0)
-    width, experts, tokens = (1 if activation == "relu2" else 2) * N, plan.num_experts, plan.num_tokens
-
-    def random(*shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-    pairs = (plan.num_pairs,) if plan.pair_start_of_token is not None else (tokens, plan.num_pairs // max(1, tokens))
-    arguments = {
-        "x": random(tokens, D).requires_grad_(), "w1": random(experts, width, D, scale=D**-0.5),
-        "w2": random(experts, D, N, scale=N**-0.5), "plan": plan, "scores": random(*pairs).requires_grad_(),
-        "activation": activation, "gate_up": gate_up, "b1": random(experts, width) if bias else None,
-        "b2": random(experts, D) if bias else None,
-    }  # fmt: skip
-    shapes = ((experts, R, D), (experts, width, R), (experts, R, N), (experts, D, R))
-    low_rank = [random(*shape, scale=0.3).requires_grad_() for shape in shapes]
-    return arguments, Adapters(*low_rank, SCALE)
+    found: dict[str, Any] = make_inputs(plan, d, n, activation, dtype=dtype, bias=bias)
+    experts, width, _ = found["w1"].shape
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((experts, R, d), (experts, width, R), (experts, R, n), (experts, d, R))
+    low_rank = [(0.3 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
+    for name in ("x", "scores"):
+        found[name].requires_grad_()
+    return {**found, "plan": plan, "activation": activation, "gate_up": gate_up}, Adapters(*low_rank, SCALE)
 
 
 def merged(arguments: dict[str, Any], adapters: Adapters) -> dict[str, Any]:
@@ -143,7 +137,7 @@ def test_opcheck(case: str) -> None:
         tail = library.ROUTED.flatten(routed)
         x, s = arguments["x"], arguments["scores"].detach().reshape(-1).requires_grad_()
         matrices = (x, arguments["w1"], arguments["w2"], s, *adapters[:4])
-        b1, b2 = arguments["b1"], arguments["b2"]
+        b1, b2 = arguments.get("b1"), arguments.get("b2")
         torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, None, None, SCALE, *tail))
         detached = tuple(t.detach() for t in matrices)
         o, h, u = lora._forward(*detached, b1, b2, None, None, SCALE, *routed)

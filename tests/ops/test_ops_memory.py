@@ -105,14 +105,6 @@ def test_recomputing_keeps_no_h(plan: RoutingPlan) -> None:
     assert held_bytes(kept) == 12 * plan.capacity + 4 * (plan.num_experts + 1) + pair_start
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_scores_are_kept_once_in_fp32(dtype: torch.dtype) -> None:
-    plan = topk_plan(24, 6, 3)
-    inputs = leaves(plan, 64, 8, score_dtype=dtype)
-    kept = [t for t in saved_by(plan, inputs) if not is_among(t, list(inputs.values()))]
-    assert held_bytes(kept) == 4 * plan.capacity * 8 + 16 * plan.capacity + 4 * 7
-
-
 def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
     """Call ``before`` with the kernel's name at the start of each kernel of the backward."""
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line, saved_tensors
+from test_ops_lora import CASES, ROUTINGS, SCALE, plan_of
+from test_ops_lora import given as given_dense
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
@@ -18,18 +20,10 @@ from tilemoe.ops import experts as library
 from tilemoe.ops import lora
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
-from tilemoe.routing.build import plan_topk
-from tilemoe.testing import assert_equal, hostile_routings, make_inputs, poisoned_memory
+from tilemoe.testing import assert_equal, poisoned_memory
 
-D, N, R = 128, 64, 4
-ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
-# activation, gate_up, biases, blocks along the output
-CASES = {
-    "swiglu": ("swiglu", "concatenated", False, False),
-    "oai, transposed": ("swiglu_oai", "interleaved", True, True),
-    "relu2": ("relu2", "concatenated", True, False),
-}
-PLAN = plan_topk(torch.rand(40, 5, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2], 5)
+D, N = 128, 64
+PLAN = plan_of()
 
 
 def frozen(weight: Tensor, transposed: bool) -> Nf4Weight:
@@ -44,17 +38,9 @@ def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
 
 
 def given(plan: RoutingPlan, case: str, dtype: torch.dtype) -> tuple[dict[str, Any], Adapters]:
-    """Arguments of `moe_lora`, w1 and w2 in NF4; x, the scores and the adapters want gradients."""
-    activation, gate_up, bias, transposed = CASES[case]
-    found: dict[str, Any] = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
-    experts, width, _ = found["w1"].shape
-    found |= {name: frozen(found[name], transposed) for name in ("w1", "w2")}
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((experts, R, D), (experts, width, R), (experts, R, N), (experts, D, R))
-    low_rank = [(0.2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
-    for name in ("x", "scores"):
-        found[name].requires_grad_()
-    return {**found, "plan": plan, "activation": activation, "gate_up": gate_up}, Adapters(*low_rank, 0.7)
+    """Arguments of `moe_lora`, w1 and w2 in NF4, of "oai" with blocks along the output."""
+    found, adapters = given_dense(plan, case, dtype, D, N)
+    return found | {name: frozen(found[name], case == "oai") for name in ("w1", "w2")}, adapters
 
 
 def run(arguments: dict[str, Any], adapters: Adapters, how: Any = moe_lora) -> list[Tensor]:
@@ -93,7 +79,7 @@ def test_autocast_decodes_to_its_own_dtype() -> None:
 
 
 def test_compiled_whole() -> None:
-    arguments, adapters = given(PLAN, "oai, transposed", torch.float32)
+    arguments, adapters = given(PLAN, "oai", torch.float32)
     compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
     assert_equal(run(arguments, adapters, compiled), run(arguments, adapters))
 
@@ -107,7 +93,7 @@ def test_opcheck(case: str) -> None:
     w1, w2 = arguments["w1"], arguments["w2"]
     scores = arguments["scores"].detach().reshape(-1).requires_grad_()
     matrices = (arguments["x"], w1.codes, w2.codes, scores, *adapters[:4])
-    scales, biases = (w1.absmax, w2.absmax, 0.7), (arguments.get("b1"), arguments.get("b2"))
+    scales, biases = (w1.absmax, w2.absmax, SCALE), (arguments.get("b1"), arguments.get("b2"))
     torch.library.opcheck(lora._forward.registered, (*matrices, *biases, *scales, *tail))
     detached = tuple(t.detach() for t in matrices)
     o, h, u = lora._forward(*detached, *biases, *scales, *routed)

@@ -109,17 +109,6 @@ def test_weights_are_used_where_they_are() -> None:
         assert 0 < largest < weight_bytes, f"{largest} bytes allocated at once; a weight has {weight_bytes}"
 
 
-def test_inputs_of_any_strides() -> None:
-    plan = PLANS["random"]
-    plain = make_inputs(plan, 16, 8, bias=True)
-    expected = forward_and_grads(moe, plain, plan)
-    apart = {name: torch.stack([tensor, tensor + 1], dim=-1)[..., 0] for name, tensor in plain.items()}
-    assert not any(tensor.is_contiguous() for tensor in apart.values())
-    torch.testing.assert_close(forward_and_grads(moe, apart, plan), expected, rtol=1e-5, atol=1e-5)
-    row = plain["x"][:1].expand(plan.num_tokens, 16)
-    assert_moe_matches_reference({**plain, "x": row}, plan)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_output_gradients_of_any_strides(dtype: torch.dtype, bias: bool) -> None:

@@ -1,86 +1,35 @@
-"""Which rows token rounding keeps: the fast way against the reference, and every bound, on hostile scores.
+"""Which rows token rounding keeps: the router against the reference, and every bound, on hostile scores.
 
 T tokens · E experts · K experts per token · m tile · f rows of an expert under top-K · r rows it computes
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_checks import assert_routes_as_the_reference, random, seeded
 from torch import Tensor
 
-from tilemoe.config import ROUNDING_MODES, TokenRounding
+from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.ops.rounding import round_rows
 from tilemoe.plan import RoutingPlan
-from tilemoe.reference import rounding as reference
 from tilemoe.routing.rounding import row_capacity
+from tilemoe.routing.topk import Routing, route
+
+TILE = 16
+SIGMOID = RouterConfig(score="sigmoid")
 
 
-@dataclass(frozen=True, eq=False)
-class Selection:
-    """What a router hands over: scores (T, E) of all, the K chosen experts and what they carry."""
-
-    all_scores: Tensor
-    expert_ids: Tensor
-    kept_scores: Tensor
-    token_mask: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.all_scores.shape[0]
-
-    @property
-    def num_experts(self) -> int:
-        return self.all_scores.shape[1]
-
-    @property
-    def real_tokens(self) -> int:
-        return self.num_tokens if self.token_mask is None else int(self.token_mask.sum())
-
-    def pairs_of_expert(self) -> list[int]:
-        return [int((self.expert_ids == expert).sum()) for expert in range(self.num_experts)]
+def config(mode: str, experts: int, k: int, router: RouterConfig | None = None) -> MoEConfig:
+    rounding = TokenRounding(mode, TILE)  # type: ignore[arg-type]
+    return MoEConfig(8, 8, experts, k, router=router or RouterConfig(), rounding=rounding)
 
 
-def select(all_scores: Tensor, k: int, scale: float = 1.0, token_mask: Tensor | None = None) -> Selection:
-    """Top-K with ties to the lower expert, normalised."""
-    ids = all_scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-    kept = all_scores.gather(1, ids)
-    kept = kept / (kept.sum(1, keepdim=True) + 1e-20) * scale
-    if token_mask is not None:
-        ids = ids.masked_fill(~token_mask[:, None], all_scores.shape[1])
-        kept = kept.masked_fill(~token_mask[:, None], 0.0)
-    return Selection(all_scores, ids, kept, token_mask)
-
-
-def rounded_plan(
-    selection: Selection, rounding: TokenRounding, uniform: Tensor | None = None, scale: float = 1.0
-) -> RoutingPlan:
-    num_tokens, num_experts = selection.all_scores.shape
-    capacity = row_capacity(rounding, num_tokens, selection.expert_ids.shape[1], num_experts)
-    before = (selection.all_scores.clone(), selection.kept_scores.clone())
-    *tensors, f = round_rows(
-        selection.all_scores,
-        selection.expert_ids,
-        selection.kept_scores,
-        uniform,
-        selection.token_mask,
-        rounding.mode,
-        rounding.tile,
-        scale,
-        capacity,
-    )
-    assert torch.equal(before[0], selection.all_scores)
-    assert torch.equal(before[1], selection.kept_scores)
-    assert f.dtype == torch.int32
-    assert f.tolist() == selection.pairs_of_expert()
-    return RoutingPlan(*tensors, num_experts, num_tokens)
-
-
-def tokens_of_expert(plan: RoutingPlan) -> list[list[int]]:
-    starts, tokens = plan.row_start_of_expert.tolist(), plan.token_of_row.tolist()
-    return [tokens[starts[e] : starts[e + 1]] for e in range(plan.num_experts)]
+def tokens_of_expert(routing: Routing) -> list[list[int]]:
+    starts, tokens = routing.plan.row_start_of_expert.tolist(), routing.plan.token_of_row.tolist()
+    return [tokens[starts[e] : starts[e + 1]] for e in range(routing.plan.num_experts)]
 
 
 def assert_plan_is_whole(plan: RoutingPlan) -> None:
@@ -92,8 +41,7 @@ def assert_plan_is_whole(plan: RoutingPlan) -> None:
     assert all(t.dtype == torch.int32 for t in (*tensors, plan.row_start_of_expert))
     assert plan.token_of_row.shape == plan.pair_of_row.shape == plan.row_of_pair.shape == (plan.capacity,)
     starts = plan.pair_start_of_token.tolist()
-    assert starts[0] == 0
-    assert starts[-1] == rows
+    assert (starts[0], starts[-1]) == (0, rows)
     row_of_pair = plan.row_of_pair.tolist()
     assert sorted(row_of_pair[:rows]) == list(range(rows))
     assert row_of_pair[rows:] == [-1] * (plan.capacity - rows)
@@ -105,161 +53,121 @@ def assert_plan_is_whole(plan: RoutingPlan) -> None:
     assert not plan.token_of_row[rows:].any()
 
 
-def assert_bounds(selection: Selection, rounding: TokenRounding, found: list[list[int]]) -> None:
+def assert_bounds(cfg: MoEConfig, plain: Routing, found: list[list[int]], token_mask: Tensor) -> None:
     """Every promise about how many rows there are and whose they are."""
-    mode, tile, real = rounding.mode, rounding.tile, selection.real_tokens
-    most = real // tile * tile
-    f, r = selection.pairs_of_expert(), [len(tokens) for tokens in found]
-    for expert, tokens in enumerate(found):
+    assert cfg.rounding is not None
+    mode, most = cfg.rounding.mode, int(token_mask.sum()) // TILE * TILE
+    f, r = plain.tokens_per_expert.tolist(), [len(tokens) for tokens in found]
+    for expert, (tokens, of_top_k) in enumerate(zip(found, tokens_of_expert(plain), strict=True)):
+        chosen = set(of_top_k)
         assert tokens == sorted(set(tokens))
-        chosen = set((selection.expert_ids == expert).any(1).nonzero().flatten().tolist())
+        assert bool(token_mask[tokens].all())
         if most == 0:
             assert set(tokens) == chosen, "fewer real tokens than a tile: plain top-K"
             continue
-        assert r[expert] % tile == 0
-        assert abs(r[expert] - f[expert]) < tile
+        assert r[expert] % TILE == 0
+        assert abs(r[expert] - f[expert]) < TILE
         assert r[expert] <= most
         # The chosen come first: with one of them missing, nobody else is there.
         assert chosen <= set(tokens) or set(tokens) <= chosen
-        if selection.token_mask is not None:
-            assert bool(selection.token_mask[tokens].all())
-        if f[expert] % tile == 0 and f[expert] <= most:
+        if f[expert] % TILE == 0 and f[expert] <= most:
             assert r[expert] == f[expert]
         if mode == "up":
             assert r[expert] >= f[expert] or r[expert] == most
         if mode == "down":
             assert r[expert] <= f[expert]
         if mode == "nearest" and r[expert] < most:
-            assert abs(r[expert] - f[expert]) <= tile // 2
+            assert abs(r[expert] - f[expert]) <= TILE // 2
     if mode == "balance" and most and max(r) < most:
-        assert abs(sum(r) - sum(f)) <= tile // 2
-        for expert in range(selection.num_experts):
-            assert abs(sum(r[:expert]) - sum(f[:expert])) <= tile // 2
+        for expert in range(cfg.num_experts + 1):
+            assert abs(sum(r[:expert]) - sum(f[:expert])) <= TILE // 2
 
 
-def assert_rounds_as_the_reference(
-    selection: Selection, rounding: TokenRounding, uniform: Tensor | None = None, scale: float = 1.0
-) -> RoutingPlan:
-    plan = rounded_plan(selection, rounding, uniform, scale)
-    expected = reference.round_rows(
-        selection.all_scores,
-        selection.expert_ids,
-        selection.kept_scores,
-        rounding,
-        scale=scale,
-        uniform=uniform,
-        token_mask=selection.token_mask,
-    )
-    assert tokens_of_expert(plan) == expected
-    assert_plan_is_whole(plan)
-    assert_bounds(selection, rounding, expected)
-    return plan
-
-
-def uniform_for(rounding: TokenRounding, num_experts: int, seed: int = 0) -> Tensor | None:
-    return reference.draw_uniform(num_experts, rounding, torch.Generator().manual_seed(seed))
-
-
-def random_scores(tokens: int, experts: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return torch.softmax(1.5 * logits, dim=1).to(dtype)
+def assert_rounded(logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None) -> None:
+    routing = assert_routes_as_the_reference(logits, cfg, token_mask)
+    assert_plan_is_whole(routing.plan)
+    plain = route(logits, replace(cfg, rounding=None), token_mask=token_mask)
+    real = torch.ones(len(logits), dtype=torch.bool) if token_mask is None else token_mask
+    assert_bounds(cfg, plain, tokens_of_expert(routing), real)
 
 
 @st.composite
-def selections(draw: st.DrawFn) -> Selection:
+def routed(draw: st.DrawFn) -> tuple[Tensor, int, Tensor | None]:
+    """Logits, K and a mask."""
     experts, tokens = draw(st.integers(1, 6)), draw(st.integers(16, 90))
-    k = draw(st.integers(1, experts))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    if draw(st.booleans()):
-        # A few values, zero among them: ties everywhere, in every column.
-        values = torch.tensor([0.0, 0.125, 0.25, 1.0])
-        scores = values[torch.randint(0, 4, (tokens, experts), generator=generator)]
-    else:
-        scores = torch.rand(tokens, experts, generator=generator)
+    logits = torch.randn(tokens, experts, generator=generator, dtype=torch.float64)
+    if draw(st.booleans()):  # a few values: ties everywhere, in every column
+        logits = logits.round()
     skew = torch.rand(experts, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.6]))
-    scores = scores * torch.where(skew, 0.5, 1.0)  # some experts are short of tokens
+    logits -= 2 * skew  # some experts are short of tokens
     mask = None
     if draw(st.booleans()):
         mask = torch.rand(tokens, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-    return select(scores.to(draw(st.sampled_from([torch.float32, torch.float64]))), k, 1.0, mask)
+    return logits, draw(st.integers(1, experts)), mask
 
 
-@settings(deadline=None, max_examples=200)
-@given(selections(), st.sampled_from(ROUNDING_MODES), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=150)
+@given(routed(), st.sampled_from(ROUNDING_MODES), st.sampled_from([RouterConfig(), SIGMOID]))
 def test_any_selection_is_rounded_as_the_reference_says_and_within_bounds(
-    selection: Selection, mode: str, seed: int
+    case: tuple[Tensor, int, Tensor | None], mode: str, router: RouterConfig
 ) -> None:
-    rounding = TokenRounding(mode, 16)  # type: ignore[arg-type]
-    assert_rounds_as_the_reference(selection, rounding, uniform_for(rounding, selection.num_experts, seed))
+    logits, k, mask = case
+    assert_rounded(logits, config(mode, logits.shape[1], k, router), mask)
 
 
-HOSTILE = {
-    "E = 1": select(torch.ones(40, 1), 1),
-    "K = E": select(random_scores(50, 5), 5),
-    "T = tile": select(random_scores(16, 6), 2),
-    "T one below two tiles": select(random_scores(31, 6), 2),
-    "T one above a tile": select(random_scores(17, 6), 3),
-    "all tokens on one expert": select(torch.tensor([[0.0, 1.0, 0.0, 0.0]]).repeat(45, 1), 1),
-    "all scores equal": select(torch.full((70, 6), 1 / 6), 2),
-    "all scores zero": select(torch.zeros(70, 6), 2),
-    "scores far below one": select(random_scores(70, 6) * 1e-30, 2),
-    "no real token": select(random_scores(40, 6), 2, token_mask=torch.zeros(40, dtype=torch.bool)),
-    "fewer real tokens than a tile": select(random_scores(40, 6), 2, token_mask=torch.arange(40) % 3 == 0),
-    "scores that differ in their last bit": select(0.25 * (1 + torch.arange(420).view(70, 6) % 7 * 2.0**-23), 2),
+HOSTILE: dict[str, tuple[Tensor, int, Tensor | None]] = {
+    "E = 1": (torch.ones(40, 1).double(), 1, None),
+    "K = E": (random(50, 5), 5, None),
+    "T = tile": (random(16, 6), 2, None),
+    "T one below two tiles": (random(31, 6), 2, None),
+    "T one above a tile": (random(17, 6), 3, None),
+    "all tokens on one expert": (torch.tensor([[0.0, 9.0, 0.0, 0.0]]).double().repeat(45, 1), 1, None),
+    "all scores equal": (torch.zeros(70, 6).double(), 2, None),
+    "scores that underflow": (random(70, 6) * 1e4, 2, None),
+    "scores that differ in their last bit": (1 + torch.arange(420).view(70, 6).double() % 7 * 2.0**-52, 2, None),
+    "experts that the router masks": (random(60, 6).index_fill(1, torch.tensor([2]), -torch.inf), 2, None),
+    "no real token": (random(40, 6), 2, torch.zeros(40, dtype=torch.bool)),
+    "fewer real tokens than a tile": (random(40, 6), 2, torch.arange(40) % 3 == 0),
 }
 
 
 @pytest.mark.parametrize("mode", ROUNDING_MODES)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_selections(name: str, mode: str) -> None:
-    rounding = TokenRounding(mode, 16)  # type: ignore[arg-type]
-    for seed in range(3):
-        uniform = uniform_for(rounding, HOSTILE[name].num_experts, seed)
-        assert_rounds_as_the_reference(HOSTILE[name], rounding, uniform, scale=2.5)
+    logits, k, mask = HOSTILE[name]
+    assert_rounded(logits, config(mode, logits.shape[1], k, RouterConfig(scale=2.5, normalize=k > 1)), mask)
+
+
+def two_experts(of_the_first: int, tokens: int) -> Tensor:
+    logits = torch.tensor([[1.0, 0.0]]).repeat(tokens, 1)
+    logits[of_the_first:] = torch.tensor([0.0, 1.0])
+    return logits
 
 
 def test_ties_go_to_the_lower_token() -> None:
     # 20 and 60 tokens: expert 0 drops the last 4 of equal scores, expert 1 adds the first 4 of the others.
-    scores = torch.tensor([[0.5, 0.25]]).repeat(80, 1)
-    scores[20:] = torch.tensor([0.25, 0.5])
-    selection = select(scores, 1)
-    plan = rounded_plan(selection, TokenRounding("nearest", 16))
-    assert tokens_of_expert(plan) == [list(range(16)), [*range(4), *range(20, 80)]]
+    routing = route(two_experts(20, 80), config("nearest", 2, 1))
+    assert tokens_of_expert(routing) == [list(range(16)), [*range(4), *range(20, 80)]]
 
 
 def test_nearest_goes_down_at_one_half() -> None:
-    scores = torch.tensor([[0.5, 0.25]]).repeat(64, 1)
-    scores[24:] = torch.tensor([0.25, 0.5])
-    plan = rounded_plan(select(scores, 1), TokenRounding("nearest", 16))
-    assert plan.rows_per_expert.tolist() == [16, 32]
+    assert route(two_experts(24, 64), config("nearest", 2, 1)).tokens_per_expert.tolist() == [16, 32]
 
 
 def test_stochastic_keeps_the_mean_number_of_rows() -> None:
-    selection = select(random_scores(200, 8, seed=5), 2)
-    generator = torch.Generator().manual_seed(0)
-    rounding = TokenRounding("stochastic", 16)
-    draws = [torch.rand(8, generator=generator) for _ in range(400)]
-    rows = torch.stack([rounded_plan(selection, rounding, draw).rows_per_expert for draw in draws]).double()
-    f = torch.tensor(selection.pairs_of_expert()).double()
+    logits, cfg, generator = random(200, 8, seed=5), config("stochastic", 8, 2), seeded()
+    rows = torch.stack([route(logits, cfg, generator=generator).tokens_per_expert for _ in range(400)]).double()
+    f = route(logits, replace(cfg, rounding=None)).tokens_per_expert.double()
     assert float((rows.mean(0) - f).abs().max()) < 5 * 8 / 400**0.5  # a draw's deviation is at most half a tile
     assert float(rows.std(0).max()) > 4
-
-
-def test_nearest_score_goes_up_with_the_share_of_the_scores() -> None:
-    # f = 24: eight dropped rows carry 3/4 of what the sixteen around f carry, so it goes up for draws below 3/4.
-    scores = torch.full((64, 2), 0.1)
-    scores[:24, 0], scores[24:, 1] = 0.3, 0.9
-    selection = Selection(scores, (scores[:, 0] < 0.2).long()[:, None], torch.full((64, 1), 0.3))
-    for draw, rows in ((0.0, 32), (0.74, 32), (0.76, 16)):
-        plan = rounded_plan(selection, TokenRounding("nearest_score", 16), torch.tensor([draw, 0.0]))
-        assert int(plan.rows_per_expert[0]) == rows, draw
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest_score"])
 def test_the_operator_is_what_its_schema_says(mode: str) -> None:
     for experts, mask in ((1, None), (5, torch.arange(40) % 4 != 0)):
-        selection = select(random_scores(40, experts), 1, token_mask=mask)
-        tensors = (selection.all_scores, selection.expert_ids, selection.kept_scores, torch.rand(experts), mask)
+        kept, ids = (scores := torch.softmax(random(40, experts).float(), 1)).topk(1)
+        tensors = (scores, ids, kept, torch.rand(experts), mask)
         torch.library.opcheck(round_rows.registered, (*tensors, mode, 16, 1.0, 40 + 15 * experts))
 
 
