@@ -5,18 +5,16 @@ T tokens · d hidden_size · n intermediate_size · R rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton_checks import turn
+from triton_checks import Case, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import is_column_major
-from tilemoe.kernels.experts.formats.fp8 import BLOCK, quantize
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, quantize
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.transpose import WgradOperands
@@ -27,57 +25,76 @@ from tilemoe.testing import make_inputs, relative_error
 ROUNDING = 0.03  # of e4m3's three bits: 1 / 16 at most, 2.6% in the square mean
 
 
-class Fp8Case(NamedTuple):
-    activation: str = "swiglu"
-    gate_up: str = "concatenated"
-    bias: bool = False
-    transposed: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    hidden_size: int = 256
-    intermediate_size: int = 128
+def assert_close(where: str, actual: Tensor, exact: Tensor, limit: float, scale: float | None = None) -> None:
+    """RMS error over RMS value, or over ``scale``, at most ``limit``; zero throughout where the exact value is."""
+    assert actual.shape == exact.shape, where
+    assert bool(actual.isfinite().all()), f"{where}: not finite"
+    norm, error = float(exact.norm()), float((actual.float() - exact).norm())
+    scale = norm if scale is None else scale
+    assert error <= limit * scale, f"{where}: RMS-relative error {error / max(scale, 1e-30):.2e}"
+    assert bool(actual.any()) == (norm > 0), f"{where}: all zero"
 
 
-def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Fp8Case, limits: Mapping[torch.dtype, float]) -> None:
-    """up_proj, down_proj, down_proj_dgrad and up_proj_dgrad to ``limits``, RMS error over RMS value; what up_proj has
-    quantised to e4m3's rounding."""
-    spec = activation_spec(case.activation, case.gate_up, None, None)
-    widths = (case.hidden_size, case.intermediate_size)
-    given = make_inputs(plan, *widths, case.activation, dtype=case.dtype, bias=case.bias)
+def assert_gemms_agree(
+    ours: Backend, plan: RoutingPlan, case: Case, limit: float, seed: int = 0
+) -> list[tuple[Operand, Tensor]]:
+    """up_proj, down_proj, down_proj_dgrad and up_proj_dgrad to ``limit`` against the torch backend in fp32, each given
+    what the one before it wrote; what up_proj has quantised to e4m3's rounding. Returns that, and its exact values."""
+    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
+    given = make_inputs(
+        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
+    )
     x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
-    s, do = given["scores"].reshape(-1), torch.randn_like(given["x"])
     w1, w2 = (turn(w1), turn(w2)) if case.transposed else (w1, w2)
+    s, do, exact = given["scores"].reshape(-1), torch.randn_like(x), backend_named("torch_fp8")
     rows = slice(0, int(plan.row_start_of_expert[-1]))
-    exact, limit = backend_named("torch_fp8"), limits[case.dtype]
 
-    def compare(name: str, found: Tensor | Operand, expected: Tensor) -> None:
-        assert found.shape == expected.shape if isinstance(found, Tensor) else found.data.shape == expected.shape, name
-        within = limit if isinstance(found, Tensor) else ROUNDING
-        dense = found if isinstance(found, Tensor) else found.dense(torch.float32)
-        assert rows.stop == 0 or relative_error(dense[rows], expected[rows]) < within, name
+    def compare(name: str, actual: Tensor, expected: Tensor) -> None:
+        assert actual.dtype in (case.dtype, torch.float32), f"{name} of {case}"
+        assert_close(f"{name} of {case}", actual[rows], expected[rows], limit)
 
-    (a, h), (a_expected, h_expected) = (each.up_proj_act(x, w1, b1, plan, spec) for each in (ours, exact))
-    compare("h", h, h_expected)
-    compare("a", a, a_expected)
-    compare("a of inference", ours.up_proj_act_inference(x, w1, b1, plan, spec), a_expected)
-    given_a = a if isinstance(a, Operand) else a_expected.nan_to_num()  # past R, anything
-    dense_a = given_a.dense(torch.float32).nan_to_num() if isinstance(given_a, Operand) else given_a  # to be as exact
-    compare("y", ours.down_proj(given_a, w2, b2, plan), exact.down_proj(dense_a, w2, b2, plan))
-    half = slice(128, 256)
-    bias_half = None if b2 is None else b2[:, half]
-    y_half = exact.down_proj(dense_a, w2[:, half], bias_half, plan)
-    for weight in (w2[:, half], ours.weight_operand(w2, 2)[:, half]):
-        compare("columns of y", ours.down_proj_inference(given_a, weight, bias_half, plan), y_half)
-    found, expected = (each.down_proj_dgrad_dact(do, w2, b2, h_expected, s, plan, spec) for each in (ours, exact))
-    compare("dh", found[0], expected[0])
-    compare("a_scaled", found[2], expected[2])
-    # ds = <da', a>: a single row's may cancel, and is then as exact as its summands, which are as large as many ds are.
-    da = exact.up_proj_dgrad(do[plan.token_of_row.long()], w2, plan)
-    summands = (da * expected[2])[rows] / s[plan.pair_of_row[rows].long()][:, None]
-    assert rows.stop == 0 or (found[1] - expected[1]).norm() < max(limit, 1e-5) * summands.norm(), "ds"
-    dh = expected[0].nan_to_num()
-    compare("dx_rows", ours.up_proj_dgrad(dh, w1, plan), exact.up_proj_dgrad(dh, w1, plan))
-    operands = ours.rows_operand(dh), ours.weight_operand(w1, 1)[:, :, half]
-    compare("columns of dx_rows", ours.up_proj_dgrad(*operands, plan), exact.up_proj_dgrad(dh, w1[:, :, half], plan))
+    a, h = ours.up_proj_act(x, w1, b1, plan, spec)
+    exact_a, exact_h = exact.up_proj_act(x.float(), w1.float(), _float(b1), plan, spec)
+    compare("h", h, exact_h)
+    quantised = [each for each in (a, ours.up_proj_act_inference(x, w1, b1, plan, spec)) if plan.capacity]
+    for each in quantised:
+        assert_close(f"a of {case}", each[rows,].dense(torch.float32), exact_a[rows], ROUNDING)
+    known_a = a.dense(torch.float32) if isinstance(a, Operand) else a.float()
+    compare("y", ours.down_proj(a, w2, b2, plan), exact.down_proj(known_a, w2.float(), _float(b2), plan))
+    dh, ds, a_scaled = ours.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+    exact_dh, exact_ds, exact_a_scaled = exact.down_proj_dgrad_dact(
+        do.float(), w2.float(), _float(b2), h.float(), s, plan, spec
+    )
+    compare("dh", dh, exact_dh)
+    compare("a_scaled", a_scaled, exact_a_scaled)
+    scale = None
+    if plan.device.type != "cpu":
+        # ds = <da', a>: a single row's may cancel on a GPU, and is then as exact as its summands.
+        da = exact.up_proj_dgrad(do.float()[plan.token_of_row.long()], w2.float(), plan)
+        scale = float(((da * exact_a_scaled)[rows] / s[plan.pair_of_row[rows].long()][:, None]).norm())
+    assert_close(f"ds of {case}", ds, exact_ds, limit, scale)
+    compare("dx_rows", ours.up_proj_dgrad(dh, w1, plan), exact.up_proj_dgrad(dh.float(), w1.float(), plan))
+    return [(each[rows,], exact_a[rows]) for each in quantised]
+
+
+def assert_columns_agree(ours: Backend, plan: RoutingPlan, case: Case, columns: slice, limit: float) -> None:
+    """down_proj and up_proj_dgrad of a slice of d, of weights that are quantised once for all slices, or there."""
+    given = make_inputs(plan, case.hidden_size, case.intermediate_size, dtype=case.dtype, bias=True)
+    w1, w2, b2 = given["w1"], given["w2"], given["b2"][:, columns]
+    w1, w2 = (turn(w1), turn(w2)) if case.transposed else (w1, w2)
+    a, dh = (torch.randn(plan.capacity, each, device=w1.device).to(case.dtype) for each in (w2.shape[2], w1.shape[1]))
+    exact, rows = backend_named("torch_fp8"), slice(0, int(plan.row_start_of_expert[-1]))
+    expected = exact.down_proj(a.float(), w2[:, columns].float(), b2.float(), plan)[rows]
+    for weight in (w2[:, columns], ours.weight_operand(w2, 2)[:, columns]):
+        y = ours.down_proj_inference(quantize(a, ROWS), weight, b2, plan)
+        assert_close(f"columns of y, {case}", y[rows], expected, limit)
+    expected = exact.up_proj_dgrad(dh.float(), w1[:, :, columns].float(), plan)[rows]
+    dx = ours.up_proj_dgrad(ours.rows_operand(dh), ours.weight_operand(w1, 1)[:, :, columns], plan)
+    assert_close(f"columns of dx_rows, {case}", dx[rows], expected, limit)
+
+
+def _float(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float()
 
 
 def assert_wgrads_agree(

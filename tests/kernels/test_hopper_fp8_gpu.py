@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checks import Fp8Case, assert_gemms_agree, assert_wgrads_agree
+from fp8_checks import assert_columns_agree, assert_gemms_agree, assert_wgrads_agree
 from torch import Tensor
+from triton_checks import Case
 
 import tilemoe
 from tilemoe import reference
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LIMITS = {BF16: 3e-3, FP16: 1e-3}
-LIMITS_OF_17408 = {BF16: 4.5e-3}  # a contraction that long: 4.0e-3 measured, the output's rounding 1.7e-3 of it
+LIMIT_OF_17408 = 4.5e-3  # a contraction that long: 4.0e-3 measured, the output's rounding 1.7e-3 of it
 LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
 LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
 T, D, N, E, K = 777, 512, 384, 8, 2
@@ -57,12 +58,20 @@ def step(layer: tilemoe.MoE, x: Tensor, do: Tensor | None = None) -> list[Tensor
     return [o.detach(), *torch.autograd.grad(o, [x, *layer.parameters()], torch.ones_like(o) if do is None else do)]
 
 
-@pytest.mark.parametrize("case", [
-    Fp8Case(), Fp8Case(dtype=FP16, hidden_size=384, intermediate_size=256), Fp8Case("relu2", bias=True),
-], ids=str)  # fmt: skip
-def test_hostile_routings(case: Fp8Case) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(BF16, hidden_size=256, intermediate_size=128),
+        Case(FP16, hidden_size=384, intermediate_size=256),
+        Case(BF16, "relu2", bias=True, hidden_size=256, intermediate_size=128),
+    ],
+    ids=str,
+)
+def test_hostile_routings(case: Case) -> None:
+    kernels = backend_named("hopper_fp8")
     for routing in hostile_routings(tile=128, device="cuda"):
-        assert_gemms_agree(backend_named("hopper_fp8"), routing.plan, case, LIMITS)
+        assert_gemms_agree(kernels, routing.plan, case, LIMITS[case.dtype])
+        assert_columns_agree(kernels, routing.plan, case, slice(128, 256), LIMITS[case.dtype])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias, transposed"])
@@ -70,15 +79,15 @@ def test_hostile_routings(case: Fp8Case) -> None:
 def test_every_layout(activation: str, bias: bool, gate_up: str) -> None:
     torch.manual_seed(0)
     plan = plan_topk(torch.rand(T, E, device="cuda").topk(K, 1).indices, E)
-    case = Fp8Case(activation, gate_up, bias, bias, BF16 if bias else FP16, D, N)
-    assert_gemms_agree(backend_named("hopper_fp8"), plan, case, LIMITS)
+    case = Case(BF16 if bias else FP16, activation, gate_up, bias, bias, D, N)
+    assert_gemms_agree(backend_named("hopper_fp8"), plan, case, LIMITS[case.dtype])
 
 
 def test_tiles_in_bands() -> None:
     """up_proj beyond 8 column tiles, down_proj_dgrad beyond 32, both with a contraction beyond 1024."""
     plan = plan_topk(torch.rand(300, 4, device="cuda").topk(2, 1).indices, 4)
-    case = Fp8Case("swiglu", "concatenated", False, False, BF16, 1152, 8704)
-    assert_gemms_agree(backend_named("hopper_fp8"), plan, case, LIMITS_OF_17408)
+    case = Case(BF16, hidden_size=1152, intermediate_size=8704)
+    assert_gemms_agree(backend_named("hopper_fp8"), plan, case, LIMIT_OF_17408)
 
 
 @pytest.mark.parametrize("column_major", [False, True])
