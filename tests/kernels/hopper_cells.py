@@ -24,7 +24,6 @@ from triton_compile import (
 )
 
 from tilemoe.activations import REGISTRY
-from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
 from tilemoe.kernels.experts.hopper.configs import TILES
 from tilemoe.kernels.experts.triton.configs import ROW_MAJOR_K, ROW_MAJOR_TILES_OF_B1, Kernel
@@ -80,18 +79,6 @@ def every_cell() -> list[Cell]:
         for transposed, bias, widths in product((False, True), (False, True), WIDTHS)
         if widths != "wide" or activation in ACTIVATIONS_OF_WIDE
     ]
-
-
-def pairwise_cells() -> list[Cell]:
-    """In bf16, each pair of values of two factors; the last in fp16, too."""
-    found = []
-    for kernel, (i, (activation, entry)) in product(GATHERS, enumerate(REGISTRY.items())):
-        flags = i % 2 == 0, i // 2 % 2 == 0, i % 3 == 0  # transposed, bias, even widths; then the opposite
-        for order, is_first in zip(GATE_UP_LAYOUTS if entry.is_gated else ("none", "none"), (True, False), strict=True):
-            transposed, bias, is_even = (flag == is_first for flag in flags)
-            widths = "even" if is_even else "uneven"
-            found.append(Cell(kernel, activation, order, transposed, bias, widths, torch.bfloat16))
-    return [*found, found[-1]._replace(dtype=torch.float16)]
 
 
 def launch_of_cell(cell: Cell) -> Launch | None:

@@ -2,10 +2,10 @@
 within a bound.
 
 A cell is an activation, the order of gate and up, the weights' stride order, biases or none, widths and a dtype, as
-`hopper_cells.every_cell` lists them. `make test` compiles two, `make thorough` as many as have each pair of values of
-two factors; ``TILEMOE_CELLS=all``, as `make every-cell` sets it, compiles all. Cells that Triton does not
-tell apart are compiled once: down_proj_dgrad with and without b2, which another kernel adds. fp16 is not left out:
-up_proj spills what it spills in bf16, wherever both were counted, but down_proj_dgrad up to three values more or fewer.
+`hopper_cells.every_cell` lists them. `make test` compiles two; ``TILEMOE_CELLS=all``, as `make every-cell` sets it, all.
+Cells that Triton does not tell apart are compiled once: down_proj_dgrad with and without b2, which another kernel adds.
+fp16 is not left out: up_proj spills what it spills in bf16, wherever both were counted, but down_proj_dgrad up to three
+values more or fewer.
 
 T tokens · d hidden_size · n intermediate_size · E experts
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import pytest
 import torch
 import triton
 from hopper_cells import (
-    GATHERS,
     H200,
     Cell,
     Family,
@@ -30,7 +28,6 @@ from hopper_cells import (
     assert_no_pointer_to_weight,
     every_cell,
     launch_of_cell,
-    pairwise_cells,
 )
 from triton_compile import code_key, compile_launch, count_spill_loads, make_operands
 
@@ -44,8 +41,6 @@ SELECTION = [
     Cell("down_proj_dgrad_dact", "swiglu", "concatenated", False, True, "wide", FP16),
 ]
 ON_36 = triton.__version__.startswith("3.6.")
-# Of another release the selection alone: compiling all takes minutes.
-PAIRS = [cell for cell in pairwise_cells() if cell not in SELECTION and ON_36]
 # Spill loads in the code of all threads, once per tile, of a family's worst cell; 0 where none is named.
 SPILLS_OF_36: dict[Family, int] = {
     ("up_proj_act", "geglu", "concatenated"): 2,
@@ -90,7 +85,7 @@ def chosen() -> list[Any]:
     """What is compiled: lists of cells of one code."""
     if ALL:
         return compiled_alike(served())
-    return [[cell] for cell in SELECTION] + [pytest.param([cell], marks=pytest.mark.thorough) for cell in PAIRS]
+    return [[cell] for cell in SELECTION]
 
 
 @pytest.mark.parametrize("cells", chosen(), ids=name_of)
@@ -130,17 +125,6 @@ def test_only_b2_makes_a_cell_without_code_of_its_own(launches: dict[Cell, Launc
 
 def test_bounds_are_of_families_that_exist(launches: dict[Cell, Launch]) -> None:
     assert {cell.family for cell in launches} >= SPILLS_OF_36.keys() | SPILLS_OF_39.keys()
-
-
-def test_no_pair_of_values_is_left_out() -> None:
-    """Of activation, order of gate and up, strides, biases and widths, for each kernel."""
-    for kernel in GATHERS:
-        every, some = (
-            {cell[1:6] for cell in cells if cell.kernel == kernel and cell.widths != "wide"}
-            for cells in (every_cell(), pairwise_cells())
-        )
-        for i, j in combinations(range(5), 2):
-            assert {(cell[i], cell[j]) for cell in some} == {(cell[i], cell[j]) for cell in every}
 
 
 def test_a_weight_by_pointer_is_seen() -> None:

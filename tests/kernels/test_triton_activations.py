@@ -94,14 +94,6 @@ def test_error_of_the_normal_distribution_is_as_stated() -> None:
     assert torch.equal(of_kernels(activations.normal)(-z[:-1], False)[0], 1 - cdf[:-1])
 
 
-def test_fp32_adds_to_it_what_the_exponents_rounding_is() -> None:
-    z = torch.linspace(-12, 12, 1_200_001)
-    exact = z.double()
-    cdf, _density = of_kernels(activations.normal)(z, False)
-    error = (cdf.double() / exact_cdf(exact) - 1).abs()
-    assert bool((error < 1.2e-6 + 2**-23 * exact.clamp(max=0).square()).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_is_as_exact_as_pytorchs(approximate: str, dtype: torch.dtype) -> None:
@@ -113,18 +105,6 @@ def test_gelu_is_as_exact_as_pytorchs(approximate: str, dtype: torch.dtype) -> N
     for mine, other, true in ((value, theirs.detach(), exact.detach()), (slope, their_slope, exact_slope)):
         errors = [float((found.to(dtype).double() - true).norm()) for found in (mine, other)]
         assert errors[0] <= 1.001 * errors[1]
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
-def test_slopes_in_fp32_have_the_quality_of_pytorchs(name: str) -> None:
-    z = torch.linspace(-6, 6, 120_001)
-    _, slope = of_kernels(inner)(z, name, True)
-    theirs, exact = (
-        torch.autograd.grad(reference.activation(of[:, None], name).sum(), of)[0]
-        for of in (z.requires_grad_(), z.double().detach().requires_grad_())
-    )
-    errors = [float((found.double() - exact).norm()) for found in (slope.detach(), theirs)]
-    assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))

@@ -12,10 +12,9 @@ from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
-from tilemoe.kernels.router.triton import RouterSpec, select, select_grad
+from tilemoe.kernels.router.triton import RouterSpec, select_grad
 from tilemoe.ops import router as router_ops
 from tilemoe.routing.topk import _select, _select_fused
-from tilemoe.testing import assert_equal
 
 MANY = 1 if INTERPRETED else 50  # times as many tokens where they are cheap
 INF = float("inf")
@@ -104,10 +103,10 @@ def test_every_mode_agrees_with_torch(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["softmax, losses", "late softmax", "late softmax, losses", "sigmoid", "sigmoid, losses"]
 )
-@pytest.mark.parametrize(("experts", "k"), [(1, 1), (2, 2), (3, 1), (128, 8), (512, 10), (700, 32), (4096, 3)])
-def test_sizes(experts: int, k: int, name: str) -> None:
-    for tokens in (1, 5 * MANY):
-        assert_same(hostile(tokens, experts), config(experts, k, ROUTERS[name]))
+def test_sizes(name: str) -> None:
+    for experts, k in ((1, 1), (2, 2), (3, 1), (128, 8), (512, 10), (700, 32), (4096, 3)):
+        for tokens in (1, 5 * MANY):
+            assert_same(hostile(tokens, experts), config(experts, k, ROUTERS[name]))
 
 
 @pytest.mark.parametrize(
@@ -139,12 +138,6 @@ def test_ties_go_to_the_lower_expert_best_first() -> None:
     for router in (RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
         ids = _select_fused(logits, config(5, 3, router), None, None).expert_ids
         assert ids.tolist() == [[1, 3, 2], [0, 1, 2], [0, 1, 3]]
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_one_kept_score_is_exactly_one(score: Any) -> None:
-    scores = _select_fused(random(512, 60), config(60, 1, RouterConfig(score=score)), None, None).scores
-    assert torch.equal(scores, torch.ones_like(scores))
 
 
 def test_a_masked_expert_is_chosen_only_for_want_of_others_and_scores_zero() -> None:
@@ -194,34 +187,17 @@ def test_no_tokens() -> None:
     assert grad.shape == (0, 6)
 
 
-def test_strided_logits_and_each_gradient_alone() -> None:
-    cfg = config(12, 3, RouterConfig(score="sigmoid", **LOSSES))
-    wide = random(12, 20).t().requires_grad_()
+def test_strided_operands_and_each_gradient_alone() -> None:
+    cfg = config(12, 3, RouterConfig(score="sigmoid", selection_bias=True, **LOSSES))
+    wide, bias = random(12, 20).t().requires_grad_(), random(12, 5)[:, 2]
+    mask = (torch.arange(60, device=DEVICE).view(20, 3) % 4 != 0)[:, 1]
     for name in ("scores", "probability_sums", "z_sum"):
         weight = random(20, 3) if name == "scores" else random(12) if name == "probability_sums" else torch.ones(())
         got, want = (
-            torch.autograd.grad((getattr(each(wide, cfg, None, None), name) * weight).sum(), wide)[0]
+            torch.autograd.grad((getattr(each(wide, cfg, bias, mask), name) * weight).sum(), wide)[0]
             for each in (_select_fused, _select)
         )
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
-
-
-def test_strided_masks_and_biases() -> None:
-    cfg, logits = config(12, 3, RouterConfig(selection_bias=True, **LOSSES)), random(20, 12)
-    masks = (
-        (torch.arange(60, device=DEVICE).view(20, 3) % 4 != 0)[:, 1],
-        torch.zeros(1, device=DEVICE).bool().expand(20),
-    )
-    results = []
-    for mask in masks:
-        for bias in (random(12, 5)[:, 2], random(1).expand(12)):
-            for given in ((bias, mask), (bias.clone(), mask.clone())):
-                leaf = logits.clone().requires_grad_()
-                chosen = _select_fused(leaf, cfg, *given)
-                results.append((chosen.expert_ids, torch.autograd.grad(objective(chosen, 12), leaf)[0]))
-    for strided, contiguous in zip(results[::2], results[1::2], strict=True):
-        assert torch.equal(strided[0], contiguous[0])
-        assert torch.equal(strided[1], contiguous[1])
 
 
 def test_the_gradient_of_a_gradient_is_refused() -> None:
@@ -230,13 +206,6 @@ def test_the_gradient_of_a_gradient_is_refused() -> None:
     (grad,) = torch.autograd.grad(scores.square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         grad.sum().backward()
-
-
-def test_sums_are_the_same_bits_in_every_run() -> None:
-    logits, spec = random(40 * MANY, 60), RouterSpec(4, "softmax", True, 1.0, 1, 1, True, True)
-    first = select(logits, None, None, spec)
-    for _ in range(2):
-        assert_equal(select(logits, None, None, spec), first)
 
 
 def test_opcheck() -> None:

@@ -24,7 +24,6 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
-from triton_checks import turn
 
 import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
 from tilemoe.activations import ActivationSpec, activation_spec
@@ -102,9 +101,9 @@ def make_operands(
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
     _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
     x, w1, w2 = (torch.zeros(shape, dtype=dtype) for shape in [(tokens, d), (experts, width, d), (experts, d, n)])
+    w1, w2 = (torch.zeros(w.mT.shape, dtype=dtype).mT for w in (w1, w2)) if transposed else (w1, w2)
     b1, b2 = (x.new_zeros(experts, width), x.new_zeros(experts, d)) if bias else (None, None)
     h, a = (x.new_zeros(2 * tokens, columns) for columns in (width, n))
-    w1, w2 = (turn(w1), turn(w2)) if transposed else (w1, w2)
     return Operands(x, w1, w2, b1, b2, h, a, torch.zeros(2 * tokens), plan, spec, tiles, tall_tiles)
 
 
