@@ -2,7 +2,7 @@
 within a bound.
 
 A cell is an activation, the order of gate and up, the weights' stride order, biases or none, widths and a dtype, as
-`hopper_cells.every_cell` lists them. `make test` compiles two; ``TILEMOE_CELLS=all``, as `make every-cell` sets it, all.
+`hopper_cells.every_cell` lists them. `make test` compiles two; ``TILEMOE_CELLS=all`` (`make every-cell`) compiles all.
 Cells that Triton does not tell apart are compiled once: down_proj_dgrad with and without b2, which another kernel adds.
 fp16 is not left out: up_proj spills what it spills in bf16, wherever both were counted, but down_proj_dgrad up to three
 values more or fewer.

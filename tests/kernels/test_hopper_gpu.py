@@ -116,16 +116,6 @@ def test_tiles_in_bands(backend: TritonBackend, gate_up: str) -> None:
         assert all(launch.constants["BAND"] for launch in launches)
 
 
-def test_b3_in_bands_of_its_own_kernel() -> None:
-    """Eleven column tiles, six and five at a time. Longer contractions, and wider dx, are the portable
-    up_proj_dgrad's."""
-    case = Case(BF16, hidden_size=1400, intermediate_size=520)
-    with launches_of_row_gemms() as launches:
-        assert_kernels_agree(HopperBackend(), random_plan(1500, 5, 2), case, TOLERANCE[BF16])
-    assert [launch.constants["BAND"] for launch in launches] == [0, 0, 0, 0, 6]
-    assert launches[-1].max_registers is not None
-
-
 @pytest.mark.parametrize("case", [CASES["hopper"][0], CASES["hopper"][4]], ids=str)
 def test_ends_of_blocks_and_tiles(case: Case) -> None:
     """Experts with as many rows as blocks of 64 and tiles of 128 and 192 have, one less and one more, by themselves."""
