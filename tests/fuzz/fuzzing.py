@@ -24,7 +24,7 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Cases:
-    """Of a test: ``full`` of them in ``parts``, ``each`` of a draw; in a short run ``short`` draws in ``short_parts``.
+    """Of a test: ``full`` of them in ``parts``, ``each`` of a draw; a short run is one part of ``short`` draws.
 
     A part is what one process does at a time, and what a run that is interrupted leaves whole or not done.
     """
@@ -33,12 +33,11 @@ class Cases:
     parts: int
     short: int
     each: int = 1
-    short_parts: int = 1
 
     @property
     def numbers(self) -> range:
         """The parts of this run."""
-        return range(self.short_parts if SHARE is None else max(1, round(self.parts * float(SHARE))))
+        return range(1 if SHARE is None else max(1, round(self.parts * float(SHARE))))
 
     @property
     def draws(self) -> int:

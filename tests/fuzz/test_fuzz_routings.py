@@ -19,7 +19,7 @@ from tilemoe.testing import ERROR_CAPS
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_memory")
 
 FP64 = torch.float64
-CASES = Cases(1_000_000, parts=320, short=10, each=20, short_parts=4)  # each: of a layer, which hypothesis draws
+CASES = Cases(1_000_000, parts=320, short=20, each=20)  # each: of a layer, which hypothesis draws
 LIMIT = ERROR_CAPS[FP64]
 
 

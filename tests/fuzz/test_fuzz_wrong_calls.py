@@ -1,8 +1,10 @@
-"""Wrong calls of the public API: each argument of a right call (api.py) replaced by each kind of wrong one.
+"""Wrong calls of what takes tensors: each argument of a right call replaced by each kind of wrong one.
 
 A call must raise a ValueError or a TypeError of one line that names an argument; or, where what it was given is right
 in another form, return what it returns for ordinary tensors of the same values. The kinds are those that were once
 taken, or ended in another error: sparse, nested, FP8, DTensor and freed tensors, other types, devices, dtypes, shapes.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
 from __future__ import annotations
@@ -11,25 +13,210 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from api import CALLS, Call
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nested import nested_tensor
 
 import tilemoe
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig, TokenRounding
+from tilemoe.kernels.lm.documents import Documents
+from tilemoe.layers.attention import KVCache
+from tilemoe.layers.moe import MoE
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.generate import generate
+from tilemoe.models.loss import chunked_cross_entropy
+from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.plan import PLAN_ARRAYS
+from tilemoe.routing.balance import update_selection_bias
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 _PATIENCE_S = 30
+T, D, N, E, K, V = 6, 8, 4, 4, 2, 20
+LAYER = MoEConfig(D, N, E, K)
+BIASED = MoEConfig(D, N, E, K, router=RouterConfig(selection_bias=True, aux_loss_coef=0.1))
+ROUNDED = MoEConfig(D, N, E, K, rounding=TokenRounding("stochastic", 16))
+MODEL = ModelConfig(V, D, 2, 2, 1, 4, 16, moe=LAYER)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``function(**arguments())`` is right; ``called``: what messages call its arguments beside their names."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[], dict[str, Any]]
+    called: tuple[str, ...] = ()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ids(*shape: int, below: int = E) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape) % below
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def layer(cfg: MoEConfig = LAYER) -> MoE:
+    torch.manual_seed(0)
+    return MoE(cfg)
+
+
+def model() -> DecoderLM:
+    torch.manual_seed(0)
+    return DecoderLM(MODEL)
+
+
+def weights() -> dict[str, Any]:
+    return {
+        "x": numbers(T, D),
+        "w1": numbers(E, 2 * N, D),
+        "w2": numbers(E, D, N),
+        "plan": tilemoe.plan_topk(ids(T, K), E),
+        "scores": numbers(T, K),
+        "activation": "swiglu_oai",
+        "gate_up": "interleaved",
+        "b1": numbers(E, 2 * N),
+        "b2": numbers(E, D),
+        "kernels": "torch",
+        "activation_limit": 3.0,
+        "activation_alpha": 1.5,
+    }
+
+
+def adapters() -> Adapters:
+    return Adapters(numbers(E, 2, D), numbers(E, 2 * N, 2), numbers(E, 2, N), numbers(E, D, 2), 0.5)
+
+
+def routed(**more: Any) -> dict[str, Any]:
+    arguments = {"logits": numbers(T, E), "cfg": LAYER, "training": True, "token_mask": torch.arange(T) != 2}
+    return {**arguments, "group": None, **more}
+
+
+def of_layer() -> dict[str, Any]:
+    mask = (torch.arange(T) != 2).view(2, 3)
+    return {"x": numbers(2, 3, D), "token_mask": mask, "generator": generator(), "expert_ids": ids(2, 3, K)}
+
+
+def of_decoder() -> dict[str, Any]:
+    return {
+        "input_ids": ids(2, 4, below=V),
+        "labels": ids(2, 4, below=V),
+        "documents": Documents.of(torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])),
+        "expert_ids": ids(2, 2, 4, K),
+        "record": tilemoe.RoutingRecord(),
+    }
+
+
+def of_generate() -> dict[str, Any]:
+    numbered = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 3, "num_ids": 19}
+    record = tilemoe.RoutingRecord()
+    return {"model": model(), "input_ids": ids(2, 4, below=V), **numbered, "generator": generator(), "record": record}
+
+
+def of_cache() -> dict[str, Any]:
+    return {"input_ids": ids(2, 4, below=V), "cache": KVCache(2, 8), "record": tilemoe.RoutingRecord()}
+
+
+def of_plan() -> dict[str, Any]:
+    plan = tilemoe.plan_pairs(ids(9, below=T), ids(9), T, E)
+    arrays = dict(zip(PLAN_ARRAYS, plan.arrays, strict=True))
+    return {**arrays, "num_experts": E, "num_tokens": T, "error_bits": plan.error_bits}
+
+
+def of_routing() -> dict[str, Any]:
+    return dict(vars(tilemoe.route(**routed(cfg=BIASED, selection_bias=numbers(E)))))
+
+
+def of_expert_parallel() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("expert",))
+    policies = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
+    more = {"gradient_divide_factor": 2.0, "reshard_after_forward": True, **policies, "exchange": "collective"}
+    return {"module": layer(), "mesh": mesh, "dim": "expert", **more}
+
+
+def updated_bias(**given: Any) -> Tensor | None:
+    moe = layer(BIASED)
+    moe.update_selection_bias(**given)
+    return moe.selection_bias
+
+
+def updated_biases(biases: Any, **given: Any) -> Any:
+    update_selection_bias(biases, **given)
+    return biases
+
+
+def recorded(**given: Any) -> Tensor:
+    record = tilemoe.RoutingRecord()
+    record.add(**given)
+    return record.expert_ids(1)
+
+
+def recorded_ids(**given: Any) -> Tensor:
+    record = tilemoe.RoutingRecord()
+    record.add(0, ids(T, K))
+    return record.expert_ids(**given)
+
+
+CALLS: Mapping[str, Call] = MappingProxyType(
+    {
+        "moe": Call(
+            tilemoe.moe,
+            lambda: {**weights(), "recompute": "up_proj", "precision": "bf16", "accumulate": False, "save": "full"},
+        ),
+        "moe_lora": Call(moe_lora, lambda: {**weights(), "adapters": adapters()}),
+        "route": Call(tilemoe.route, lambda: routed(generator=generator())),
+        "route_biased": Call(tilemoe.route, lambda: routed(cfg=BIASED, selection_bias=numbers(E))),
+        "route_replayed": Call(tilemoe.route, lambda: routed(expert_ids=ids(T, K))),
+        "route_rounded": Call(
+            tilemoe.route, lambda: {"logits": numbers(40, E), "cfg": ROUNDED, "generator": generator()}
+        ),
+        "plan_topk": Call(tilemoe.plan_topk, lambda: {"expert_ids": ids(T, K), "num_experts": E}, ("expert ids",)),
+        "plan_pairs": Call(
+            tilemoe.plan_pairs, lambda: {"token": ids(9, below=T), "expert": ids(9), "num_tokens": T, "num_experts": E}
+        ),
+        "update_selection_bias": Call(
+            updated_biases,
+            lambda: {"biases": [numbers(E)], "pairs_per_expert": ids(1, E), "rate": 0.1, "group": None},
+        ),
+        "RoutingPlan": Call(tilemoe.RoutingPlan, of_plan),
+        "Routing": Call(tilemoe.Routing, of_routing),
+        "RoutingRecord.add": Call(recorded, lambda: {"layer": 0, "expert_ids": ids(T, K)}),
+        "RoutingRecord.expert_ids": Call(recorded_ids, lambda: {"batch_size": 2}),
+        "chunked_cross_entropy": Call(
+            chunked_cross_entropy,
+            lambda: {"hidden": numbers(T, D), "weight": numbers(V, D), "labels": ids(T), "max_chunk_logits": 40},
+        ),
+        "Documents.of": Call(Documents.of, lambda: {"positions": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}),
+        "MoE.forward": Call(lambda **given: layer()(**given), of_layer, ("logits",)),
+        "MoE.update_selection_bias": Call(updated_bias, lambda: {"pairs_per_expert": ids(E), "rate": 0.1}),
+        "Experts.forward": Call(
+            lambda **given: layer().experts(**given),
+            lambda: {"x": numbers(T, D), "plan": tilemoe.plan_topk(ids(T, K), E), "scores": numbers(T, K)},
+        ),
+        "Router.forward": Call(lambda **given: layer().router(**given), lambda: {"x": numbers(T, D)}),
+        "DecoderLM.forward": Call(lambda **given: model()(**given), of_decoder),
+        "DecoderLM.forward_cached": Call(lambda **given: model()(**given), of_cache),
+        "DecoderLM.next_logits": Call(lambda **given: model().next_logits(**given), of_cache),
+        "generate": Call(generate, of_generate),
+        "expert_parallel": Call(tilemoe.expert_parallel, of_expert_parallel),
+    }
+)
+
 ANYTHING: Mapping[str, Any] = {
     "None": None,
     "text": "wrong",
@@ -104,26 +291,18 @@ NOT_ORDINARY: Mapping[str, Callable[[Tensor], Any]] = {
 FORMS = {**SAME_SHAPE, **OTHER_SHAPE, **NOT_ORDINARY}
 
 _ROWS, _COLUMNS = {"its longer", "its empty"}, {"its narrower", "its transposed"}
-_BOOLS = "softmax_after_topk normalize bias expert_bias tie_embeddings RouterConfig.selection_bias training accumulate"
-_NONE_OF_A_CALL = "b1 b2 token_mask group generator labels documents record cache expert_ids select_kernels.cfg"
-_NONE_OF_SETTINGS = "recompute device dtype router num_ids max_chunk_logits rounding param_dtype reduce_dtype"
-_NONE_OF_PARTS = "error_bits pair_start_of_token gradient_divide_factor mp_policy offload_policy"
 # What is right although it is another kind of thing, or of another shape: names of arguments, perhaps with the
 # function's before them, and kinds.
 _VALID: tuple[tuple[str, set[str]], ...] = (
-    (f"{_NONE_OF_A_CALL} {_NONE_OF_SETTINGS} kernels activation_limit activation_alpha compile_backend", {"None"}),
-    (f"{_NONE_OF_PARTS} Routing.pairs_per_expert statistics expert_parallel.reshard_after_forward", {"None"}),
-    (f"{_BOOLS} reshard_after_forward shared_gate add_aux_loss", {"True"}),
-    ("rate temperature aux_loss_coef z_loss_coef initializer_range", {"0", "2**31", "0.5"}),
-    ("alpha scale rope_theta norm_eps gradient_divide_factor", {"2**31", "0.5"}),
-    ("moe.activation_limit moe.activation_alpha moe_lora.activation_limit moe_lora.activation_alpha", {"2**31", "0.5"}),
-    ("shard shared_intermediate_size dense_intermediate_size top_k", {"0", "2**31"}),
-    ("num_groups tile replicate expert hidden_size intermediate_size num_experts head_dim", {"2**31"}),
-    ("vocab_size num_layers max_seq_len num_heads num_ids max_chunk_logits", {"2**31"}),
-    ("num_kv_heads num_experts_per_tok top_groups", {"2**31"}),  # where what they must not exceed is as large
+    ("b1 b2 token_mask group generator labels documents record cache expert_ids recompute num_ids kernels", {"None"}),
+    ("max_chunk_logits activation_limit activation_alpha error_bits pair_start_of_token statistics", {"None"}),
+    ("gradient_divide_factor mp_policy offload_policy Routing.pairs_per_expert reshard_after_forward", {"None"}),
+    ("training accumulate reshard_after_forward", {"True"}),
+    ("rate temperature", {"0", "2**31", "0.5"}),
+    ("gradient_divide_factor activation_limit activation_alpha", {"2**31", "0.5"}),
+    ("top_k", {"0", "2**31"}),
+    ("num_ids max_chunk_logits", {"2**31"}),
     ("max_new_tokens", {"0"}),
-    ("device", {"device"}),
-    ("save_adapter.base", {"None", "text", "two lines"}),
     ("RoutingRecord.add.layer", set(ANYTHING) - {"empty list", "dict", "numpy array"}),
     ("RoutingRecord.add.expert_ids", _ROWS | _COLUMNS | {"its meta", "its a dimension more"}),
     ("plan_topk.expert_ids", _ROWS | _COLUMNS | {"its meta"}),
@@ -223,12 +402,6 @@ def a_job_of_one_process() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def test_every_public_name_is_called() -> None:
-    """But what is derived from, what is returned and modules."""
-    uncalled = {"Backend", "MoEOutput", "reference", "__version__"}
-    assert {*tilemoe.__all__} - uncalled <= {function.partition(".")[0] for function in CALLS}
 
 
 @pytest.mark.parametrize("function", CALLS)
