@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement_checks import CHECKS, FOLDER
-from helpers import run_in_threads, torchrun, write_corpus
+from helpers import run_in_threads, write_corpus
+from processes import run
 from ranks import run_on_ranks
-from test_train_distributed import said, written
+from test_train_distributed import written
 
 from tilemoe.data import prepare
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.agreement import DisagreementError, require_same
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import settings_of_process, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -27,50 +32,49 @@ def recipe(moe_recipe: Recipe) -> Recipe:
     return replace(moe_recipe, train=replace(moe_recipe.train, save_every=2, timeout=15))
 
 
-# Started by torchrun in the place of ``-m tilemoe``: rank 1 gets the words after "--" too.
-DIFFER = """
-import os, sys
-from tilemoe.cli.main import main
+@dataclass(frozen=True)
+class Elsewhere:
+    """Rank 1 is in another folder, where relative paths lead to other files, as on another host."""
 
-shared, _, own = (" ".join(sys.argv[1:])).partition(" -- ")
-sys.exit(main(shared.split() + (own.split() if os.environ["RANK"] == "1" else [])))
-"""
+    folder: Path
+    rank: int = 1
 
-
-def job_that_differs(folder: Path, recipe: Recipe, *own: object) -> Any:
-    (folder / "differ.py").write_text(DIFFER)
-    return torchrun(folder, 2, folder / "differ.py", "train", "--recipe", written(recipe, folder), "--", *own)
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            yield
 
 
 @pytest.mark.dist
-def test_a_job_with_different_settings_ends_before_the_first_step(recipe: Recipe, tmp_path: Path) -> None:
-    """It would wait for the limit of time: the processes have other numbers of tokens."""
-    done = job_that_differs(tmp_path, recipe, "--data.batch-size", "2")
-    assert done.returncode != 0
-    assert [line.partition(";")[0] for line in said(done)] == [
-        "tilemoe: error: rank 0 of 2: data.batch_size is 4 in rank 0 and 2 in rank 1"
-    ], done.stderr
-    assert "exitcode  : 2 " in done.stderr
-    assert "Traceback" not in done.stderr.partition("tilemoe: error")[0]
-    assert not Path(recipe.train.out_dir).exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_an_out_dir_that_is_not_one_folder_is_found_before_the_first_step(recipe: Recipe, tmp_path: Path) -> None:
-    """A relative one, of processes that are in different folders, as those of two hosts may be."""
-    script = "import os; os.makedirs(os.environ['RANK'], exist_ok=True); os.chdir(os.environ['RANK'])\n" + DIFFER
-    (tmp_path / "differ.py").write_text(script)
-    path = written(recipe, tmp_path, out_dir="run", timeout=3)
-    done = torchrun(tmp_path, 2, tmp_path / "differ.py", "train", "--recipe", path)
-    assert done.returncode != 0
-    assert said(done), done.stderr
-    for line in said(done):
+@pytest.mark.parametrize("differs", ["data.batch_size", "train.out_dir"])
+def test_a_job_that_differs_ends_before_the_first_step(
+    recipe: Recipe, differs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, with which it would wait for the limit of time; a relative folder."""
+    theirs = recipe
+    if differs == "data.batch_size":
+        theirs = replace(recipe, data=replace(recipe.data, batch_size=2))
+    for name, each in (("0", recipe), ("1", theirs)):
+        (tmp_path / name).mkdir()
+        written(each, tmp_path / name, out_dir="run", timeout=3)
+    monkeypatch.chdir(tmp_path / "0")
+    ended = run(["train", "--recipe", "recipe.json"], 2, 0, Elsewhere(tmp_path / "1"), tmp_path)
+    assert (ended.code, ended.left) == (1, [])
+    assert "Traceback" not in ended.err.partition("tilemoe: error")[0]
+    if differs == "data.batch_size":
+        [line] = ended.lines
+        assert line.startswith("tilemoe: error: rank 0 of 2: data.batch_size is 4 in rank 0 and 2 in rank 1;")
+        assert "exitcode  : 2 " in ended.err
+        assert not Path("run").exists()
+        return
+    assert ended.lines, ended.err
+    for line in ended.lines:
         assert "train.out_dir run: rank 1 on " in line
         assert line.endswith(
             "does not see what rank 0 has written there; put it on a file system that all hosts share and write"
         )
-    assert not any((tmp_path / "0" / "run").iterdir())
+    assert not any(Path("run").iterdir())
 
 
 def of_ranks(settings: list[dict[str, Any]]) -> list[str]:

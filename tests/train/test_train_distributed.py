@@ -1,16 +1,22 @@
-"""Jobs of several processes as users start them: the run of one process, and what happens when one of them fails."""
+"""Jobs of several processes: the run of one process, and what happens when one of them fails.
+
+Each process is a copy of this one under torchrun's agent (tests/faults/processes.py); docs/quickstart starts jobs as
+users do.
+"""
 
 import json
+import os
 import shutil
-import subprocess
-import time
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import raises_one_line, torchrun
+from helpers import raises_one_line
+from processes import Ended, run
 
 from tilemoe.cli.main import main
 from tilemoe.cli.train import run as run_command
@@ -20,65 +26,22 @@ from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import find_latest, list_checkpoints
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE, Job, JobError
-from tilemoe.train.loop import seed_process
+from tilemoe.train.loop import Trainer, seed_process
 from tilemoe.train.metrics import read_metrics
 from tilemoe.train.run import RunResult, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
 
-# Started by torchrun in the place of ``-m tilemoe``: something happens to rank 1 in step 4, once.
-HURT = """
-import os, shutil, signal, sys, time
-from pathlib import Path
-from tilemoe.cli.main import main
-from tilemoe.train.loop import Trainer
 
-how, marker = sys.argv[1], Path(sys.argv[2])
-real = Trainer._accumulate
-
-def hurt(trainer):
-    loss, aux_loss, counts = real(trainer)
-    if os.environ["RANK"] == "1" and trainer.step == 3 and not marker.exists():
-        marker.touch()
-        if how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "raises":
-            raise ValueError("made up")
-        elif how == "hangs":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(600)
-        elif how == "has NaN":
-            loss = loss * float("nan")
-        elif how == "spoils weights":
-            next(iter(trainer.optimizer.state.values()))["exp_avg"].to_local().fill_(float("nan"))
-        elif how == "removes the folder":
-            shutil.rmtree(trainer.run_dir)
-        elif how == "is asked to stop":
-            os.kill(os.getppid(), signal.SIGTERM)
-    return loss, aux_loss, counts
-
-Trainer._accumulate = hurt
-sys.exit(main(sys.argv[3:]))
-"""
-
-
-def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What our processes say of their failure."""
-    return [line for line in done.stderr.splitlines() if line.startswith("tilemoe: error")]
-
-
-def losses(run: Path) -> list[float]:
-    return [record["nats_per_token"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-
-
-def thorough(*cases: tuple[Any, ...]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.thorough) for case in cases]
+def losses(run_dir: Path) -> list[float]:
+    return [record["nats_per_token"] for record in read_metrics(run_dir / "metrics.jsonl") if record["kind"] == "train"]
 
 
 @pytest.fixture
 def recipe(moe_recipe: Recipe) -> Recipe:
     """For a job of two processes or more, which divide the experts by two."""
-    settings = replace(moe_recipe.train, steps=STEPS, accumulation=2, eval_every=0, save_every=2, timeout=15)
+    settings = replace(moe_recipe.train, steps=STEPS, accumulation=2, eval_every=0, save_every=2, timeout=60)
     return replace(moe_recipe, train=settings, parallel=ParallelConfig(expert=2))
 
 
@@ -88,12 +51,19 @@ def written(recipe: Recipe, folder: Path, **train_settings: Any) -> Path:
     return path
 
 
+def trained_by(processes: int, path: Path, *words: object) -> Ended:
+    """A job that trains by the recipe in ``path`` and comes to its end."""
+    ended = run(["train", "--recipe", path, *words], processes, 0, None, path.parent)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    return ended
+
+
 @pytest.fixture
 def uninterrupted(recipe: Recipe, tmp_path: Path) -> list[float]:
-    """The losses of one process that reads what two read together."""
+    """The losses of one process that reads what two read together; it has parsed a command line before they do."""
     data = replace(recipe.data, batch_size=2 * recipe.data.batch_size)
-    settings = replace(recipe.train, out_dir=str(tmp_path / "one"))
-    assert train(replace(recipe, data=data, train=settings, parallel=ParallelConfig())) is not None
+    path = written(replace(recipe, data=data, parallel=ParallelConfig()), tmp_path, out_dir=str(tmp_path / "one"))
+    assert main(["train", "--recipe", str(path)]) == 0
     return losses(tmp_path / "one")
 
 
@@ -102,30 +72,29 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
     recipe: Recipe, uninterrupted: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Experts over two processes, FSDP over the others; then two processes, then one, then an export of that."""
-    run = tmp_path / "run"
+    run_dir = tmp_path / "run"
     four = replace(recipe, data=replace(recipe.data, batch_size=recipe.data.batch_size // 2))
-    done = torchrun(tmp_path, 4, "-m", "tilemoe", "train", "--recipe", written(four, tmp_path, out_dir=str(run)))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "only rank 0 speaks"
-    assert "each of 4" in done.stdout
-    assert losses(run) == pytest.approx(uninterrupted, rel=1e-5)
+    path = written(four, tmp_path, out_dir=str(run_dir))
+    said = trained_by(4, path).out
+    assert said.count(f"step {STEPS}/{STEPS}  loss") == 1, "only rank 0 speaks"
+    assert "each of 4" in said
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
     result, expected = (json.loads((tmp_path / name / "result.json").read_bytes()) for name in ("run", "one"))
     assert result["processes"] == 4
     for name in ("parameters", "training_tokens", "heldout_tokens"):
         assert result[name] == expected[name], name
     assert result["heldout_nats_per_byte"] == pytest.approx(expected["heldout_nats_per_byte"], rel=1e-5)
 
-    options = ["--recipe", written(four, tmp_path, out_dir=str(run)), "--resume", "auto"]
-    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", *options, "--train.steps", STEPS + 2)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from {run}/step_{STEPS:08d}" in done.stdout
-    assert main(["train", *map(str, options), "--train.steps", str(STEPS + 4), "--parallel.expert", "1"]) == 0
-    assert len(losses(run)) == STEPS + 4
+    said = trained_by(2, path, "--resume", "auto", "--train.steps", STEPS + 2).out
+    assert f"resuming from {run_dir}/step_{STEPS:08d}" in said
+    options = ["--resume", "auto", "--train.steps", str(STEPS + 4), "--parallel.expert", "1"]
+    assert main(["train", "--recipe", str(path), *options]) == 0
+    assert len(losses(run_dir)) == STEPS + 4
     capsys.readouterr()
-    sharded = str(run / f"step_{STEPS + 2:08d}")
-    assert (run / sharded / ".metadata").exists()
+    sharded = str(run_dir / f"step_{STEPS + 2:08d}")
+    assert Path(sharded, ".metadata").exists()
     assert main(["eval", "--checkpoint", sharded]) == 0
-    assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / "out")]) == 2
+    assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / "exported")]) == 2
     assert "selection_bias=True has no place" in capsys.readouterr().err, "the model has one, and was read whole"
 
 
@@ -135,85 +104,97 @@ def test_weights_that_stay_whole_are_evaluated_saved_and_gone_on_from(
     recipe: Recipe, uninterrupted: list[float], tmp_path: Path
 ) -> None:
     """An evaluation gathers weights that a checkpoint is made of, and that the next step changes."""
-    run = tmp_path / "run"
+    run_dir = tmp_path / "run"
     parallel = replace(recipe.parallel, reshard_after_forward=False, between_micro_batches="weights_and_gradients")
-    settings = {"out_dir": str(run), "eval_every": 1, "save_every": 1, "keep_last": STEPS}
+    settings = {"out_dir": str(run_dir), "eval_every": 1, "save_every": 1, "keep_last": STEPS}
     path = written(replace(recipe, parallel=parallel), tmp_path, **settings)
     for _ in range(2):
-        done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--resume", "auto")
-        assert done.returncode == 0, done.stderr
-        assert losses(run) == pytest.approx(uninterrupted, rel=1e-5)
-        for later in list_checkpoints(run)[2:]:
+        said = trained_by(2, path, "--resume", "auto").out
+        assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
+        for later in list_checkpoints(run_dir)[2:]:
             shutil.rmtree(later)
-    assert "resuming from" in done.stdout
+    assert "resuming from" in said
 
 
 @pytest.fixture
-def hurt(recipe: Recipe, tmp_path: Path) -> Any:
-    (tmp_path / "hurt.py").write_text(HURT)
+def hurt(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """A job of two processes, in rank 1 of which something happens in step 4."""
 
-    def start(how: str, restarts: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+    def start(how: Callable[[Trainer, torch.Tensor], object], **settings: Any) -> Ended:
+        real = Trainer._accumulate
+
+        def accumulate(trainer: Trainer) -> Any:
+            loss, *others = real(trainer)
+            is_hit = os.environ.get("RANK") == "1" and trainer.step == 3
+            return (how(trainer, loss) if is_hit else loss, *others)
+
+        monkeypatch.setattr(Trainer, "_accumulate", accumulate)
         path = written(recipe, tmp_path, out_dir=str(tmp_path / "run"), **settings)
-        script = (tmp_path / "hurt.py", how, tmp_path / "marker")
-        return torchrun(tmp_path, 2, *script, "train", "--recipe", path, "--resume", "auto", restarts=restarts)
+        return run(["train", "--recipe", path], 2, 0, None, tmp_path)
 
     return start
+
+
+def has_nan(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
+    return loss * float("nan")
+
+
+def spoils_weights(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
+    next(iter(trainer.optimizer.state.values()))["exp_avg"].to_local().fill_(float("nan"))
+    return loss
+
+
+def removes_the_folder(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
+    shutil.rmtree(trainer.run_dir)
+    return loss
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "settings", "lines"),
     [
-        ("is killed", {}, ["rank 0 of 2: rank 1 is gone: it was killed or it crashed"]),
-        *thorough(
-            ("raises", {}, ["rank 0 of 2: rank 1 failed: made up", "rank 1 of 2: made up"]),
-            (
-                "has NaN",
-                {},
-                [f"rank {rank} of 2: the loss of rank 1 became nan in step 4; the last" for rank in (0, 1)],
-            ),
-            (
-                "spoils weights",
-                {},
-                [f"rank {r} of 2: blocks.0.attention.q_proj.weight of rank 1 is not finite after the" for r in (0, 1)],
-            ),
-            (
-                "removes the folder",
-                {"save_every": 0},
-                [
-                    f"rank {who}: train.out_dir {{run}}: metrics.jsonl was removed"
-                    for who in ("0 of 2", "1 of 2: rank 0 failed")
-                ],
-            ),
-            ("hangs", {"timeout": 4}, [f"rank {rank} of 2: rank 1 hangs in step 4: no process has" for rank in (0, 1)]),
+        (has_nan, {}, [f"rank {rank} of 2: the loss of rank 1 became nan in step 4; the last" for rank in (0, 1)]),
+        (
+            spoils_weights,
+            {},
+            [f"rank {r} of 2: blocks.0.attention.q_proj.weight of rank 1 is not finite after the" for r in (0, 1)],
+        ),
+        (
+            removes_the_folder,
+            {"save_every": 0},
+            [
+                f"rank {who}: train.out_dir {{run}}: metrics.jsonl was removed"
+                for who in ("0 of 2", "1 of 2: rank 0 failed")
+            ],
         ),
     ],
 )
 def test_a_failure_ends_the_job_and_every_process_says_which_and_why(
-    hurt: Any, how: str, settings: dict[str, Any], lines: list[str], tmp_path: Path
+    hurt: Callable[..., Ended], how: object, settings: dict[str, Any], lines: list[str], tmp_path: Path
 ) -> None:
-    """Every one that is left, in one line."""
-    begun = time.monotonic()
-    done = hurt(how, **settings)
-    assert time.monotonic() - begun < 60, "torchrun would need half a minute more to end one that hangs"
-    assert done.returncode != 0
-    found = sorted(said(done))
-    assert len(found) == len(lines), done.stderr
-    for line, beginning in zip(found, lines, strict=True):
-        assert line.startswith(f"tilemoe: error: {beginning.format(run=tmp_path / 'run')}"), done.stderr
-    assert "Traceback" not in done.stderr.partition("tilemoe: error")[0]
+    """In one line. That a process is killed, raises or hangs: tests/faults."""
+    ended = hurt(how, **settings)
+    assert ended.code == 1
+    for line, beginning in zip(sorted(ended.lines), lines, strict=True):
+        assert line.startswith(f"tilemoe: error: {beginning.format(run=tmp_path / 'run')}"), ended.err
+    assert "Traceback" not in ended.err.partition("tilemoe: error")[0]
     for found in list_checkpoints(tmp_path / "run"):
         assert found.name == "step_00000002"
     find_latest(tmp_path / "run")  # verifies it
 
 
 @pytest.mark.dist
-def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Any, tmp_path: Path) -> None:
-    done = hurt("is asked to stop")
+def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Callable[..., Ended], tmp_path: Path) -> None:
+    def asks_to_stop(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun's agent
+        return loss
+
+    ended = hurt(asks_to_stop)
     checkpoint = find_latest(tmp_path / "run")
+    assert checkpoint is not None
     assert 4 <= checkpoint.state.step < STEPS
-    assert f"stopped after step {checkpoint.state.step} of {STEPS} and saved" in done.stdout
-    assert not said(done)
+    assert f"stopped after step {checkpoint.state.step} of {STEPS} and saved" in ended.out
+    assert (ended.lines, ended.left) == ([], [])
 
 
 @pytest.mark.thorough
@@ -231,25 +212,18 @@ def test_two_processes_fine_tune_as_one_does(recipe: Recipe, tmp_path: Path) -> 
     one = replace(both, data=replace(data, batch_size=2 * data.batch_size), parallel=ParallelConfig())
     one = replace(one, train=replace(one.train, out_dir=str(tmp_path / "one")))
     assert isinstance(train(one), RunResult)
-    path = written(both, tmp_path, out_dir=str(tmp_path / "two"), steps=4)
-    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path)
-    assert done.returncode == 0, done.stderr
-    path = written(both, tmp_path, out_dir=str(tmp_path / "two"))
-    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--resume", "auto")
-    assert done.returncode == 0, done.stderr
+    trained_by(2, written(both, tmp_path, out_dir=str(tmp_path / "two"), steps=4))
+    trained_by(2, written(both, tmp_path, out_dir=str(tmp_path / "two")), "--resume", "auto")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    heldout = [list(read_metrics(tmp_path / run / "metrics.jsonl"))[-1]["nats_per_token"] for run in ("one", "two")]
+    heldout = [list(read_metrics(tmp_path / name / "metrics.jsonl"))[-1]["nats_per_token"] for name in ("one", "two")]
     assert heldout[0] == pytest.approx(heldout[1], rel=1e-4)
 
 
-@pytest.mark.thorough
 @pytest.mark.dist
 def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) -> None:
-    path = written(recipe, tmp_path)
-    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--parallel.expert", "4")
-    assert done.returncode != 0
-    assert len(said(done)) == 1
-    assert "rank 0 of 2: parallel: replicate 1 x shard any x expert 4 needs 4 processes" in said(done)[0]
+    ended = run(["train", "--recipe", written(recipe, tmp_path), "--parallel.expert", "4"], 2, 0, None, tmp_path)
+    [line] = ended.lines
+    assert "rank 0 of 2: parallel: replicate 1 x shard any x expert 4 needs 4 processes" in line
     assert not Path(recipe.train.out_dir).exists()
 
 
@@ -284,18 +258,18 @@ def test_the_first_process_verifies_after_all_have_looked_whether_it_fits(
     """Verifying takes long; another rank would speak first of what all find."""
     alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
     assert isinstance(train(alone), RunResult)
-    run, path = recipe.train.out_dir, str(written(recipe, tmp_path))
+    run_dir, path = recipe.train.out_dir, str(written(recipe, tmp_path))
     monkeypatch.setattr(checkpoints, "require_files", lambda *_: pytest.fail("verified before"))
     monkeypatch.setattr("time.sleep", lambda _: None)
     for rank in ("0", "1"):
         for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, value)
-        for resume in ("auto", run):
+        for resume in ("auto", run_dir):
             with pytest.raises(JobError, match=f"^rank {rank} of 2: .* model.num_layers is 3 here and 2 in the"):
                 run_command(["--recipe", path, "--resume", resume, "--model.num-layers", "3"])
-    (Path(run) / "step_00000001" / "state.json").write_text("{")
+    (Path(run_dir) / "step_00000001" / "state.json").write_text("{")
     with pytest.raises(JobError, match=r"state\.json is not JSON"):
-        run_command(["--recipe", path, "--resume", run])
+        run_command(["--recipe", path, "--resume", run_dir])
 
 
 def test_ranks_come_from_the_environment() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import raises_one_line, torchrun
-from test_train_distributed import losses, written
+from helpers import raises_one_line
+from test_train_distributed import losses, trained_by, written
 from torch import nn
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
@@ -148,6 +148,7 @@ def test_a_run_says_once_at_its_start_which_kernels_serve_and_result_json_too(
 
 @pytest.mark.thorough
 @pytest.mark.dist
+@pytest.mark.usefixtures("one_thread")
 def test_two_processes_train_near_one(recipe: Recipe, tmp_path: Path) -> None:
     """FSDP2 gathers in bf16; one process without FP8 goes on from what two with it have saved."""
     recipe = replace(recipe, train=replace(recipe.train, precision="bf16"))
@@ -156,10 +157,8 @@ def test_two_processes_train_near_one(recipe: Recipe, tmp_path: Path) -> None:
     both = replace(in_fp8(recipe), parallel=ParallelConfig(expert=2))
     for dense, steps in (("bf16", 1), ("fp8", 2)):
         path = written(both, tmp_path, out_dir=str(tmp_path / f"two in {dense}"), steps=steps, dense_precision=dense)
-        done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path)
-        assert done.returncode == 0, done.stderr
         said = "attention's projections: torchao, FP8 is asked for; it is emulated here"
-        assert (said in done.stdout) == (dense == "fp8")
+        assert (said in trained_by(2, path).out) == (dense == "fp8")
     two = tmp_path / "two in fp8"
     assert losses(two)[0] != losses(tmp_path / "two in bf16")[0]
     checkpoint = restore(two, "cpu").checkpoint

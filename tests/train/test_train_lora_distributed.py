@@ -7,10 +7,9 @@ import lora_checks as checks
 import pytest
 import torch
 from distributed_checkpoint_checks import assert_state
-from helpers import torchrun
 from peft import PeftModel
 from ranks import run_on_ranks
-from test_train_distributed import losses, written
+from test_train_distributed import losses, trained_by, written
 from test_train_initial import write_model
 from transformers import AutoModelForCausalLM
 
@@ -64,15 +63,12 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
     recipe = replace(recipe, train=settings, optim=optim, parallel=ParallelConfig(expert=2))
     run, four = tmp_path / "run", replace(recipe, data=replace(recipe.data, batch_size=1))
     path = written(four, tmp_path, out_dir=str(run))
-    done = torchrun(tmp_path, 4, "-m", "tilemoe", "train", "--recipe", path, *options)
-    assert done.returncode == 0, done.stderr
-    assert "of them trained, on 4 x cpu" in done.stdout
+    assert "of them trained, on 4 x cpu" in trained_by(4, path, *options).out
     one = replace(recipe, train=replace(settings, out_dir=str(tmp_path / "one")), parallel=ParallelConfig())
     train(one, init_from=tmp_path / "base")
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, *options, "--train.steps", 8)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from {run}/step_00000006" in done.stdout
+    said = trained_by(2, path, *options, "--train.steps", 8).out
+    assert f"resuming from {run}/step_00000006" in said
     words = ["train", "--recipe", path, *options, "--train.steps", "10", "--parallel.expert", "1"]
     assert main([str(word) for word in words]) == 0, capsys.readouterr().err
     assert len(losses(run)) == 10
