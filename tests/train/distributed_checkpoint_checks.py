@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import raises_one_line
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.data import load_tokenizer
+from tilemoe.layers.lora import adapter_names, merge_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import save_hf
 from tilemoe.parallel.mesh import build_meshes
@@ -31,7 +33,8 @@ from tilemoe.train.checkpoints.folder import (
     save_checkpoint,
 )
 from tilemoe.train.checkpoints.initial import load_initial
-from tilemoe.train.config import OptimConfig, load_recipe
+from tilemoe.train.checkpoints.restore import make_decoder
+from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
@@ -39,6 +42,20 @@ MODEL = ModelConfig(
     vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=8,
     moe=MoEConfig(8, 8, 4, 2, router=RouterConfig(selection_bias=True)), initializer_range=0.3,
 )  # fmt: skip
+EXPORTED = replace(MODEL, vocab_size=256, moe=MoEConfig(8, 8, 4, 2))  # what transformers has a place for
+# At these sizes oneDNN sums the products of a matrix in the same order, however many there are. Six rows of q_proj: of
+# four processes the last has none.
+OF_MUON = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=6, max_seq_len=8,
+    moe=MoEConfig(16, 16, 8, 2, router=RouterConfig(selection_bias=True), shared_intermediate_size=8),
+    dense_intermediate_size=24, dense_layers=(0,), initializer_range=0.3,
+)  # fmt: skip
+# What is trained: its model and optimiser.
+KINDS = {
+    "adamw": (MODEL, OptimConfig(lr=0.1)),
+    "adapters": (EXPORTED, OptimConfig(lr=0.1)),
+    "muon": (OF_MUON, OptimConfig(lr=0.1, name="muon")),
+}
 EXACT = ParallelConfig(param_dtype=None, reduce_dtype=None)
 MESHES = {
     "EP 2 x FSDP 2": replace(EXACT, expert=2),
@@ -53,10 +70,32 @@ def run_dir() -> Path:
     return Path(os.environ[RUN])
 
 
-def make(config: ParallelConfig, seed: int) -> Training:
-    model = DecoderLM(MODEL, device="meta")
-    parallelize(model, build_meshes(config, MODEL, "cpu"), device="cpu", generator=torch.Generator().manual_seed(seed))
-    return model, make_optimizer(model, OptimConfig(lr=0.1))
+def recipe_of(kind: str, model: ModelConfig = EXPORTED) -> Recipe:
+    smoke = load_recipe("smoke")
+    lora = LoRAConfig(rank=3) if kind == "adapters" else None
+    return replace(smoke, model=model, data=replace(smoke.data, seq_len=8), lora=lora)
+
+
+def make(kind: str, config: ParallelConfig | None, seed: int = 5) -> Training:
+    """Shared as ``config`` says, None: whole. Adapters are of ``seed``, on the base that the first check wrote."""
+    model_config, optim = KINDS[kind]
+    device = "cpu" if config is None else "meta"
+    model = (
+        make_decoder(recipe_of(kind), device=device) if kind == "adapters" else DecoderLM(model_config, device=device)
+    )
+    if config is not None:
+        meshes = build_meshes(config, model_config, "cpu")
+        parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(seed))
+    if kind == "adapters":
+        load_initial(model, run_dir() / "base")
+    return model, make_optimizer(model, optim)
+
+
+def base() -> DecoderLM:
+    """Of the adapters."""
+    model = DecoderLM(EXPORTED)
+    model.reset_parameters(torch.Generator().manual_seed(8))
+    return model
 
 
 def step(training: Training, number: int) -> None:
@@ -71,14 +110,14 @@ def step(training: Training, number: int) -> None:
     model.update_selection_bias(out.tokens_per_expert, 0.01 * number)
 
 
-def save(training: Training, number: int, keep_last: int = 9) -> Path:
-    state = TrainState(load_recipe("smoke"), number, 10 * number, 1.5, "abc")
-    return save_state(run_dir(), state, training, keep_last)
+def state_of(recipe: Recipe, number: int) -> TrainState:
+    return TrainState(recipe, number, 10 * number, 1.5, "abc")
 
 
-def save_state(folder: Path, state: TrainState, training: Training, keep_last: int) -> Path:
+def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_last: int = 9) -> Path:
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last}
-    return PendingCheckpoint(folder, state, *training, **options, group=dist.new_group(backend="gloo")).finish()
+    group = dist.new_group(backend="gloo")
+    return PendingCheckpoint(folder, state_of(recipe, number), *training, **options, group=group).finish()
 
 
 def whole_state(training: Training) -> dict[str, Tensor]:
@@ -88,72 +127,108 @@ def whole_state(training: Training) -> dict[str, Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
-def assert_state(training: Training, file: str) -> None:
-    expected, got = torch.load(run_dir() / file), whole_state(training)
+def assert_state(training: Training, kind: str, number: int) -> None:
+    expected, got = torch.load(run_dir() / f"{kind}_{number}.pt"), whole_state(training)
     assert expected.keys() == got.keys()
     assert_equal(got, expected)
 
 
-def resumed(training: Training) -> Training:
-    """``training``, with the state of step 2 that four processes wrote."""
-    open_checkpoint(run_dir() / "step_00000002").load_training(*training)
-    assert_state(training, "state_2.pt")
+def resumed(kind: str, config: ParallelConfig | None) -> Training:
+    """With the state of step 2 that four processes wrote."""
+    training = make(kind, config)
+    open_checkpoint(run_dir() / kind / "step_00000002").load_training(*training)
+    assert_state(training, kind, 2)
     return training
 
 
 def check_save_on_four() -> None:
-    torch.manual_seed(100 + dist.get_rank())
-    training = make(MESHES["EP 2 x FSDP 2"], 0)
-    for number in (1, 2, 3):
-        step(training, number)
-        if number < 3:
-            path = save(training, number, keep_last=1)
-            assert path.name == f"step_{number:08d}"
-        state = whole_state(training)
-        if dist.get_rank() == 0:
-            torch.save(state, run_dir() / f"state_{number}.pt")
+    """Adapters' base is that of transformers' folder, each process its part, and stays; they alone have a state."""
+    if dist.get_rank() == 0:
+        save_hf(base(), run_dir() / "base")
     dist.barrier()
-    assert [path.name for path in list_checkpoints(run_dir())] == ["step_00000002"]  # the older one is dropped
+    for kind in KINDS:
+        torch.manual_seed(100 + dist.get_rank())
+        training = make(kind, MESHES["EP 2 x FSDP 2"], 0)
+        for number in (1, 2, 3):
+            step(training, number)
+            if number < 3:
+                path = save(run_dir() / kind, recipe_of(kind), number, training, keep_last=1)
+                assert path.name == f"step_{number:08d}"
+            state = whole_state(training)
+            if dist.get_rank() == 0:
+                torch.save(state, run_dir() / f"{kind}_{number}.pt")
+        dist.barrier()
+        assert [path.name for path in list_checkpoints(run_dir() / kind)] == ["step_00000002"]  # the older is dropped
+        if kind == "adapters":
+            expected = base().state_dict()
+            assert_equal({name: state[name] for name in expected}, expected)
+            names = adapter_names(training[0])
+            assert {name.rpartition(".")[0] for name in optimizer_tensors(*training)} == names
+            assert all(state[name].any() for name in names)
 
 
 def check_resume_on_the_same_mesh() -> None:
     """The step after a resumption is that of the run that was not interrupted, random numbers and all."""
-    training = make(MESHES["EP 2 x FSDP 2"], 5)
-    checkpoint = open_checkpoint(run_dir() / "step_00000002")
-    assert (checkpoint.state.step, checkpoint.state.tokens) == (2, 20)
-    torch.manual_seed(0)
-    checkpoint.load_training(*training)
-    assert_state(training, "state_2.pt")
-    step(training, 3)
-    assert_state(training, "state_3.pt")
+    for kind in KINDS:
+        torch.manual_seed(0)
+        training = resumed(kind, MESHES["EP 2 x FSDP 2"])
+        step(training, 3)
+        assert_state(training, kind, 3)
 
 
 def check_resume_on_other_meshes() -> None:
-    for name in ("FSDP", "HSDP 2 x 2", "EP 4"):
-        step(resumed(make(MESHES[name], 5)), 3)
+    for kind, names in {
+        "adamw": ("FSDP", "HSDP 2 x 2", "EP 4"),
+        "adapters": ("FSDP",),
+        "muon": ("FSDP", "EP 4"),
+    }.items():
+        for name in names:
+            training = resumed(kind, MESHES[name])
+            if kind == "muon":
+                weight = training[0].blocks[1].mlp.experts.w1
+                assert training[1].state[weight]["momentum_buffer"].placements == weight.placements
+            step(training, 3)
+
+
+def check_what_one_process_wrote() -> None:
+    """Read by all, each its parts."""
+    for kind in ("adamw", "muon"):
+        if dist.get_rank() == 0:
+            whole = make(kind, None)
+            for parameter in whole[0].parameters():
+                parameter.grad = torch.randn_like(parameter)
+            whole[1].step()
+            options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
+            save_checkpoint(run_dir() / "one" / kind, state_of(recipe_of(kind), 7), *whole, **options)
+            torch.save(whole_state(whole), run_dir() / f"{kind}_7.pt")
+        dist.barrier()
+        for name in ("FSDP", "EP 2 x FSDP 2"):
+            training = make(kind, MESHES[name])
+            open_checkpoint(run_dir() / "one" / kind / "step_00000007").load_training(*training)
+            assert_state(training, kind, 7)
+            step(training, 8)
 
 
 def check_a_checkpoint_written_meanwhile() -> None:
     """It holds what was there when it was begun, whatever is trained until it is finished."""
-    training = make(MESHES["EP 2 x FSDP 2"], 5)
-    open_checkpoint(run_dir() / "step_00000002").load_training(*training)
-    group = dist.new_group(backend="gloo")
-    state = TrainState(load_recipe("smoke"), 9, 90, 1.5, "abc")
-    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "group": group}
-    pending = PendingCheckpoint(run_dir() / "other", state, *training, **options)
+    torch.manual_seed(0)
+    training = resumed("adamw", MESHES["EP 2 x FSDP 2"])
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
+    options["group"] = dist.new_group(backend="gloo")
+    pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 9), *training, **options)
     step(training, 3)
-    assert_state(training, "state_3.pt")
+    assert_state(training, "adamw", 3)
     assert not list_checkpoints(run_dir() / "other")
     dist.barrier()
     path = pending.finish()
     assert pending.is_written
     dist.barrier()
     open_checkpoint(path).load_training(*training)
-    assert_state(training, "state_2.pt")
+    assert_state(training, "adamw", 2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", _full_disk)
-        pending = PendingCheckpoint(run_dir() / "other", replace(state, step=10), *training, **options)
+        pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 10), *training, **options)
         with pytest.raises(CheckpointError, match=r"step_00000010 .*No space left.*step_00000009"):
             pending.finish()
     dist.barrier()
@@ -161,19 +236,18 @@ def check_a_checkpoint_written_meanwhile() -> None:
 
 def check_a_failing_write() -> None:
     """One line in every process, wherever it failed, and the older checkpoint stays what it was."""
-    training = make(MESHES["FSDP"], 0)
+    training, folder = make("adamw", MESHES["FSDP"]), run_dir() / "adamw"
     for rank, owner, name in ((1, FileSystemWriter, "write_data"), (0, distributed_checkpoint, "publish")):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == rank:
                 patch.setattr(owner, name, _full_disk)
-            with pytest.raises(CheckpointError, match=r"could not write .*No space left.*step_00000002") as caught:
-                save(training, 4)
-        assert "\n" not in str(caught.value)
+            with raises_one_line(r"could not write .*No space left.*step_00000002", CheckpointError):
+                save(folder, recipe_of("adamw"), 4, training)
         dist.barrier()
-        assert not list(run_dir().glob(".tmp-*"))
-        assert [path.name for path in list_checkpoints(run_dir())] == ["step_00000002"]
+        assert not list(folder.glob(".tmp-*"))
+        assert [path.name for path in list_checkpoints(folder)] == ["step_00000002"]
         dist.barrier()
-    assert find_latest(run_dir()) is not None
+    assert find_latest(folder) is not None
     dist.barrier()
 
 
@@ -182,45 +256,39 @@ def _full_disk(*args: Any, **kwargs: Any) -> None:
 
 
 def check_save_what_can_be_exported() -> None:
-    """A model without a selection bias, which other packages' formats have no place for."""
-    recipe = load_recipe("smoke")
-    model_config = replace(MODEL, vocab_size=256, moe=MoEConfig(8, 8, 4, 2))
-    recipe = replace(recipe, model=model_config, data=replace(recipe.data, seq_len=8))
-    model = DecoderLM(model_config, device="meta")
-    meshes = build_meshes(MESHES["EP 2 x FSDP 2"], model_config, "cpu")
+    """A model without a selection bias, which other packages' formats have no place for; adapters begin from it."""
+    model = DecoderLM(EXPORTED, device="meta")
+    meshes = build_meshes(MESHES["EP 2 x FSDP 2"], EXPORTED, "cpu")
     parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(3))
     training = (model, make_optimizer(model, OptimConfig(lr=0.1)))
-    state = TrainState(recipe, 1, 10, 1.5, "abc")
-    save_state(run_dir() / "export", state, training, keep_last=1)
-    ids = torch.arange(8)[None]
+    save(run_dir() / "export", recipe_of("adamw"), 1, training, keep_last=1)
+    ids, expected = torch.arange(8)[None], whole_state(training)
     logits = model.eval()(ids).logits
     if dist.get_rank() == 0:
         torch.save(logits, run_dir() / "logits.pt")
     dist.barrier()
+    adapted = make("adapters", MESHES["EP 2 x FSDP 2"], 0)
+    before, names = whole_state(adapted), adapter_names(adapted[0])
+    load_initial(adapted[0], run_dir() / "export")
+    found = {name: tensor for name, tensor in whole_state(adapted).items() if not name.startswith("optimizer.")}
+    assert_equal(found, {name: before[name] if name in names else expected[name] for name in found})
+    dist.barrier()
 
 
 def check_start_from_a_model() -> None:
-    """Of transformers' folder, a job's checkpoint and one process' checkpoint: each process gets its parts."""
-    model_config = replace(MODEL, moe=MoEConfig(8, 8, 4, 2))
-    whole = DecoderLM(model_config)
-    whole.reset_parameters(torch.Generator().manual_seed(8))
+    """Of transformers' folder and of one process' checkpoint: each process gets its parts."""
+    whole, folder = base(), run_dir() / "initial"
     expected = whole.state_dict()
-    folder = run_dir() / "initial"
     if dist.get_rank() == 0:
-        save_hf(whole, folder / "hf")
-        (folder / "hf" / "tokenizer.json").write_text("{}")  # is not read here
-        recipe = load_recipe("smoke")
-        recipe = replace(recipe, model=replace(model_config, vocab_size=256), data=replace(recipe.data, seq_len=8))
-        save_checkpoint(
-            folder / "run", TrainState(recipe, 1, 10, 1.5, "abc"), whole, make_optimizer(whole, OptimConfig(lr=0.1)),
-            tokenizer=load_tokenizer("bytes"), keep_last=1,
-        )  # fmt: skip
+        options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 1}
+        optimizer = make_optimizer(whole, OptimConfig(lr=0.1))
+        save_checkpoint(folder, state_of(recipe_of("adamw"), 1), whole, optimizer, **options)
     dist.barrier()
     for config in MESHES.values():
-        for source in ("hf", "run"):
-            model = DecoderLM(model_config, device="meta")
-            parallelize(model, build_meshes(config, model_config, "cpu"), device="cpu", generator=torch.Generator())
-            load_initial(model, folder / source)
+        for source in (run_dir() / "base", folder):
+            model = DecoderLM(EXPORTED, device="meta")
+            parallelize(model, build_meshes(config, EXPORTED, "cpu"), device="cpu", generator=torch.Generator())
+            load_initial(model, source)
             for name, tensor in model.state_dict().items():
                 found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 assert_equal(found, expected[name], (source, name))
@@ -228,16 +296,24 @@ def check_start_from_a_model() -> None:
 
 
 def check_resume_on_two() -> None:
+    for kind in KINDS:
+        for config in (EXACT, replace(EXACT, expert=2)):
+            step(resumed(kind, config), 3)
+
+
+def check_shared_adapters_are_not_merged() -> None:
+    """An expert of a shared weight is a copy: adding to it would change nothing, and the adapter would be gone."""
     for config in (EXACT, replace(EXACT, expert=2)):
-        training = make(config, 5)
-        open_checkpoint(run_dir() / "step_00000002").load_training(*training)
-        assert_state(training, "state_2.pt")
-        step(training, 3)
+        training = make("adapters", config)
+        expected = whole_state(training)
+        with raises_one_line("adapters cannot be merged while processes share the model; save a checkpoint"):
+            merge_lora(training[0])
+        assert_equal(whole_state(training), expected)
 
 
 ON_FOUR = (
-    check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes,
+    check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
     check_start_from_a_model,
 )  # fmt: skip
-ON_TWO = (check_resume_on_two,)
+ON_TWO = (check_resume_on_two, check_shared_adapters_are_not_merged)

@@ -1,12 +1,17 @@
-"""A checkpoint that four processes wrote goes on, bit for bit, on four, two or one, with expert parallelism or not."""
+"""A checkpoint that four processes wrote goes on, bit for bit, on four, two or one, with expert parallelism or not.
 
+By AdamW, of adapters and by Muon, whose steps are here, too.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import distributed_checkpoint_checks as checks
+import muon_checks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_on_ranks
+from ranks import Check, named, run_on_ranks
 from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
@@ -14,37 +19,34 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
 from tilemoe.train.checkpoints.pickled import read_pickled
-from tilemoe.train.config import OptimConfig
-from tilemoe.train.optim import make_optimizer
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def on_four(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_on_ranks(checks.ON_FOUR, 4, tmp_path_factory.mktemp("four"))
+def on_four(
+    run_dir: Path, selected: Callable[[Sequence[Check]], list[Check]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    return run_on_ranks([*checks.ON_FOUR, *selected(muon_checks.ON_FOUR)], 4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in checks.ON_FOUR])
-def test_four_processes_save_and_resume(name: str, on_four: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", [*(check.__name__ for check in checks.ON_FOUR), *named(muon_checks.ON_FOUR)])
+def test_four_processes(name: str, on_four: dict[str, str]) -> None:
     assert not on_four[name], on_four[name]
 
 
 @pytest.mark.usefixtures("on_four")
-def test_two_processes_resume(run_dir: Path, tmp_path: Path) -> None:
-    results = run_on_ranks(checks.ON_TWO, 2, tmp_path)
+def test_two_processes(tmp_path: Path) -> None:
+    results = run_on_ranks([*checks.ON_TWO, *muon_checks.ON_TWO], 2, tmp_path)
     assert not any(results.values()), results
 
 
 @pytest.mark.usefixtures("on_four")
-def test_one_process_resumes_and_reads_the_weights_alone(run_dir: Path) -> None:
-    checkpoint = open_checkpoint(run_dir / "step_00000002")
-    model = DecoderLM(checks.MODEL)
-    training = (model, make_optimizer(model, OptimConfig(lr=0.1)))
-    checkpoint.load_training(*training)
-    checks.assert_state(training, "state_2.pt")
-    alone = DecoderLM(checks.MODEL)
-    checkpoint.load_model(alone)
+@pytest.mark.parametrize("kind", checks.KINDS)
+def test_one_process_resumes_and_reads_the_weights_alone(kind: str, run_dir: Path) -> None:
+    model, _ = checks.resumed(kind, None)
+    alone, _ = checks.make(kind, None)
+    open_checkpoint(run_dir / kind / "step_00000002").load_model(alone)
     assert_equal(alone.state_dict(), model.state_dict())
 
 
@@ -63,7 +65,7 @@ def test_one_machine_exports_what_four_processes_wrote(run_dir: Path, tmp_path: 
 @pytest.mark.usefixtures("on_four")
 def test_torch_reads_what_four_processes_wrote(run_dir: Path) -> None:
     """By the ``.metadata`` that is written for it; the manifest says the same."""
-    path, ours = run_dir / "step_00000002", DecoderLM(checks.MODEL)
+    path, ours = run_dir / "adamw" / "step_00000002", DecoderLM(checks.MODEL)
     checkpoint = open_checkpoint(path)
     checkpoint.load_model(ours)
     theirs = {f"model.{name}": torch.empty_like(tensor) for name, tensor in ours.state_dict().items()}
@@ -74,7 +76,7 @@ def test_torch_reads_what_four_processes_wrote(run_dir: Path) -> None:
 
 @pytest.mark.usefixtures("on_four")
 def test_a_changed_byte_is_found(run_dir: Path) -> None:
-    path = run_dir / "step_00000002"
+    path = run_dir / "adamw" / "step_00000002"
     names = sorted(file.name for file in path.iterdir())
     assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "manifest.json", "state.json"]
     for name in names[:5]:
