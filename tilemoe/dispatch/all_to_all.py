@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from tilemoe.dispatch.base import Dispatched
+from tilemoe.dispatch.base import Dispatched, Sent
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.exchange import FromExperts, ToExperts
+from tilemoe.dispatch.transport import Collective
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.plan import RoutingPlan
 
@@ -61,8 +62,6 @@ class AllToAllDispatcher:
         self.gradient_divide_factor, self._precision_of = gradient_divide_factor, precision_of
         self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(transports.group)
 
-    # A graph cannot contain sizes that the host reads, and an exchange would break it anyway.
-    @torch.compiler.disable
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
             raise ValueError(
@@ -72,17 +71,29 @@ class AllToAllDispatcher:
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would do, but before x is sent
+        transport = self.transports.of(x.device)
+        precision = "bf16" if self._precision_of is None else self._precision_of(x)
+        if isinstance(transport, Collective):
+            return self._dispatch(x, plan, scores, transport, precision)
+        return transport.dispatch(x, plan, scores, precision)
+
+    # A graph cannot contain sizes that the host reads.
+    @torch.compiler.disable
+    def _dispatch(
+        self, x: Tensor, plan: RoutingPlan, scores: Tensor, transport: Collective, precision: str
+    ) -> Dispatched:
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
-        group, transport = self.transports.group, self.transports.of(x.device)
-        precision = "bf16" if self._precision_of is None else self._precision_of(x)
-        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, group, transport, precision)
+        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, transport.group, transport, precision)
         return Dispatched(tokens, here, scores, sent)
 
-    @torch.compiler.disable
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
-        assert dispatched.sent is not None, "the other half of what `dispatch` gave"
-        return FromExperts.apply(o, dispatched.sent)
+        sent = dispatched.sent
+        return self._combine(o, sent) if isinstance(sent, Sent) else sent.combine(o)
+
+    @torch.compiler.disable
+    def _combine(self, o: Tensor, sent: Sent) -> Tensor:
+        return FromExperts.apply(o, sent)
 
     def local_weight(self, weight: Tensor) -> Tensor:
         local = weight.to_local() if isinstance(weight, DTensor) else weight

@@ -6,7 +6,7 @@ T tokens of this process · M tokens at its experts · d model width · E expert
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,13 +43,14 @@ class Sent:
 class Dispatched(NamedTuple):
     """The inputs of this process' experts; ``tilemoe.moe(x, w1, w2, plan, scores)`` is the output to combine.
 
-    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: None if nothing was
+    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: what `combine` needs, None
+    if nothing was sent
     """
 
     x: Tensor
     plan: RoutingPlan
     scores: Tensor
-    sent: Sent | None
+    sent: Any
 
 
 class Dispatcher(Protocol):

@@ -22,13 +22,22 @@ from tilemoe.runtime.operator import Operator
 
 
 def _count_sent(*routed: Any) -> tuple[Tensor, Tensor]:
+    """(sizes (2, W, 2), before): ``sizes[0]`` as counted; ``sizes[1]`` is to receive what the others send here."""
     given = Routed(*routed)
-    return _kernels_for(given).count_sent(given)
+    sizes = given.row_of_pair.new_empty(2, given.ranks, 2)
+    return sizes, kernels_for(given).count_sent(given, sizes[0])
 
 
 def _place_sent(x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, *routed: Any) -> tuple[Tensor, ...]:
     given = Routed(*routed)
-    return _kernels_for(given).place_sent(x, scores, sizes, before, given)
+    kernels, like = kernels_for(given), given.row_of_pair
+    token_of_copy = like.new_empty(given.num_tokens * given.ranks)
+    words = like.new_empty(like.shape[0], 1 + scores.element_size() // 4)
+    copy_of_token, first_copy, position_of_pair = kernels.place_sent(
+        scores, sizes, before, token_of_copy, words, given
+    )
+    copies = kernels.copy_tokens(x, token_of_copy, sizes, given)
+    return token_of_copy, copy_of_token, first_copy, words, position_of_pair, copies
 
 
 def _plan_received(words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
@@ -61,7 +70,7 @@ def _unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
     return choose_packing(words.device, dtype).impl.unpack_rows(words, dtype)
 
 
-def _kernels_for(routed: Routed) -> ExpertParallelKernels:
+def kernels_for(routed: Routed) -> ExpertParallelKernels:
     row_of_pair, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
     pairs = row_of_pair.shape[0]
     return choose_expert_parallel(row_of_pair.device, routed.num_tokens, pairs, experts, routed.ranks).impl

@@ -22,7 +22,8 @@ class LaunchCache:
     then on: lengths that vary from call to call are not worth the recording.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiles_first: bool = True) -> None:
+        self._compiles_first = compiles_first
         # Layouts of the operands to a recording; False where they were seen once, None where it cannot be repeated.
         self.known: dict[Any, LaunchTrace | bool | None] = {}
 
@@ -47,7 +48,7 @@ class LaunchCache:
                 for oldest in tuple(self.known)[:1]:  # none, where other threads have forgotten all
                     self.known.pop(oldest, None)
             self.known[layouts] = False
-            return None, None if traces.is_hooked() else Precompile(first.device)
+            return None, None if traces.is_hooked() or not self._compiles_first else Precompile(first.device)
         if known is None or traces.is_hooked():
             return None, None
         if known is not False:

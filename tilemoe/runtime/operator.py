@@ -57,6 +57,7 @@ class Operator:
         arguments: between the arguments and the schema's.
         advise: ``(name, found, arguments by name)`` gives the message of an OutOfMemoryError that said ``found``.
         repeats: whether launches are recorded and repeated; not where PyTorch's operators do the work.
+        compiles_first: whether a call may begin by compiling without launching; not where other GPUs wait for launches.
         flops: of `torch.utils.flop_counter`, from the schema's arguments with shapes for tensors; None: none.
     """
 
@@ -69,10 +70,11 @@ class Operator:
         arguments: Arguments = _AS_GIVEN,
         advise: Callable[[str, str, dict[str, Any]], str] | None = None,
         repeats: bool = True,
+        compiles_first: bool = True,
         flops: Callable[..., int] | None = None,
     ) -> None:
         self.name, self.run, self._fake, self._arguments, self._advise = name, run, fake, arguments, advise
-        self._launches = LaunchCache() if repeats else None
+        self._launches = LaunchCache(compiles_first) if repeats else None
         self.save: Save | None = None
         self._backward: Backward | None = None
         self.registered: Any = None

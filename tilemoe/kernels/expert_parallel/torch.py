@@ -37,44 +37,49 @@ class Routed(NamedTuple):
         return (self.row_start_of_expert.shape[0] - 1) // self.ranks
 
 
-def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
-    """(sizes, before). sizes (2, W, 2) int32: ``sizes[0]``, the numbers of tokens and pairs for each rank; ``sizes[1]``
-    is to receive what the other ranks send here. before, for `place_sent`: pairs of each token for each rank (T, W)
-    int64 (each implementation has its own form).
+def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
+    """Writes sizes (W, 2) int32, the numbers of tokens and pairs for each rank.
+
+    Returns, for `place_sent`, the pairs of each token for each rank (T, W) int64 (each implementation has its own form).
     """
     _, rank = _experts_and_ranks(routed)
     pairs = torch.zeros(routed.num_tokens * (routed.ranks + 1), dtype=torch.int64, device=rank.device)
     pairs.scatter_add_(0, _token_of_pair(routed) * (routed.ranks + 1) + rank, torch.ones_like(rank))
     before = pairs.view(-1, routed.ranks + 1)[:, : routed.ranks]
-    sizes = torch.zeros(2, routed.ranks, 2, dtype=torch.int32, device=rank.device)
-    sizes[0] = torch.stack(((before > 0).sum(0), before.sum(0)), dim=1)
-    return sizes, before
+    sizes.copy_(torch.stack(((before > 0).sum(0), before.sum(0)), dim=1))
+    return before
 
 
 def place_sent(
-    x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, routed: Routed
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From x (T, d), scores (P,) fp32 or fp64 in the caller's order, and `count_sent`'s results:
+    scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From scores (P,) fp32 or fp64 in the caller's order, and `count_sent`'s results, writes
 
-    token_of_copy (W T,) int32 · copy_of_token (T W,) int32, token-major, -1 where a token does not go to a rank ·
-    first_copy (W + 1,) int32, the first copy for each rank, and the number of copies · words (P, 2), or (P, 3) for
-    fp64, the pairs' words · position_of_pair (P,) int32, the position of its score · copies (`most_copies`, d) of x,
-    those for other ranks. Values past the numbers in ``sizes`` are unspecified.
+    token_of_copy (W T,) int32 · words (P, 2), or (P, 3) for fp64, int32, the pairs' words
+
+    and returns copy_of_token (T W,) int32, token-major, -1 where a token does not go to a rank · first_copy (W + 1,)
+    int32, the first copy for each rank, and the number of copies · position_of_pair (P,) int32, the position of its
+    score. Values past the numbers in ``sizes`` are unspecified.
     """
     ranks, here, e = routed.ranks, routed.here, routed.experts_per_rank
     expert, rank = _experts_and_ranks(routed)
-    turns = _turn(torch.arange(ranks, device=x.device), ranks, here)
+    turns = _turn(torch.arange(ranks, device=scores.device), ranks, here)
     by_turn = sort_by_expert(turns.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
-    token_of_copy, copy_of_token, first_copy = by_turn[0], by_turn[2], by_turn[3]
+    token_of_copy.copy_(by_turn[0])
+    copy_of_token, first_copy = by_turn[2], by_turn[3]
     pair = sort_by_expert(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
     to = rank[pair].clamp(max=ranks - 1)
     slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[turns[to]]
     row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
     position = routed.pair_of_row[row]
     place = (slot * e + expert[pair] % e).int()
-    words = torch.cat((scores[position][:, None].view(torch.int32), place[:, None]), dim=1)
-    copies = x.index_select(0, token_of_copy[: most_copies(routed)])
-    return token_of_copy, copy_of_token, first_copy, words, position, copies
+    words.copy_(torch.cat((scores[position][:, None].view(torch.int32), place[:, None]), dim=1))
+    return copy_of_token, first_copy, position
+
+
+def copy_tokens(x: Tensor, token_of_copy: Tensor, sizes: Tensor, routed: Routed) -> Tensor:
+    """(`most_copies`, d): the rows of x (T, d) for other ranks, in the order of copies."""
+    return x.index_select(0, token_of_copy[: most_copies(routed)])
 
 
 def plan_received(

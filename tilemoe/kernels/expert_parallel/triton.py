@@ -46,41 +46,46 @@ def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: in
     return None
 
 
-def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
-    """As `tilemoe.kernels.expert_parallel.torch.count_sent`, but before (B, 2 W): copies and pairs for each rank in the
+def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
+    """As `tilemoe.kernels.expert_parallel.torch.count_sent`, but returns (B, 2 W): copies and pairs for each rank in the
     blocks of tokens before each.
     """
     like, ranks = routed.row_of_pair, routed.ranks
     device_of(like)
     tokens = _tokens_of_block(ranks)
     blocks, columns = ceil_div(routed.num_tokens, tokens), 2 * ranks
-    sizes, before = like.new_empty(2, ranks, 2), like.new_empty(blocks * columns)
+    before = like.new_empty(blocks * columns)
     (counts,) = int32_vectors(like, blocks * columns)
     args = (*_routed_args(routed), counts)
     launch_of(count_sent_kernel, (blocks,), args, {**_constants(routed), "BLOCK": tokens}).run()
     block_start_launch(counts, before, sizes, blocks, columns).run()
-    return sizes, before
+    return before
 
 
 def place_sent(
-    x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, routed: Routed
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `tilemoe.kernels.expert_parallel.torch.place_sent`, with this file's `count_sent`."""
-    device_of(x)
+    device_of(scores)
     like, ranks, pairs = routed.row_of_pair, routed.ranks, routed.row_of_pair.shape[0]
     tokens, score_words = _tokens_of_block(ranks), scores.element_size() // 4
-    token_of_copy, copy_of_token = like.new_empty(routed.num_tokens * ranks), like.new_empty(routed.num_tokens * ranks)
-    first_copy = like.new_empty(ranks + 1)
-    words, position_of_pair = like.new_empty(pairs, score_words + 1), like.new_empty(pairs)
-    copies = x.new_empty(most_copies(routed), x.shape[1])
+    copy_of_token, first_copy = like.new_empty(routed.num_tokens * ranks), like.new_empty(ranks + 1)
+    position_of_pair = like.new_empty(pairs)
     read = (*_routed_args(routed), routed.here, routed.pair_of_row, scores, sizes, before)
     written = (token_of_copy, copy_of_token, first_copy, words, position_of_pair)
     steps = routed.experts_per_rank.bit_length()
     constants = {**_constants(routed), "STEPS": steps, "SCORE_WORDS": score_words, "BLOCK": tokens}
     launch_of(place_sent_kernel, (ceil_div(routed.num_tokens, tokens),), (*read, *written), constants).run()
+    return copy_of_token, first_copy, position_of_pair
+
+
+def copy_tokens(x: Tensor, token_of_copy: Tensor, sizes: Tensor, routed: Routed) -> Tensor:
+    """As `tilemoe.kernels.expert_parallel.torch.copy_tokens`."""
+    device_of(x)
+    copies = x.new_empty(most_copies(routed), x.shape[1])
     if copies.numel():
         _copy(x if x.stride(1) == 1 else x.contiguous(), token_of_copy, sizes, copies, routed)
-    return token_of_copy, copy_of_token, first_copy, words, position_of_pair, copies
+    return copies
 
 
 def plan_received(
@@ -100,7 +105,7 @@ def plan_received(
     launch_of(count_received_kernel, (blocks,), (words, pairs, experts, counts), constants).run()
     block_start_launch(counts, block_start, rows_per_expert, blocks, experts).run()
     row_start_launch(rows_per_expert, counts, row_start, error_bits, 0, experts).run()
-    read = (words, pairs, experts, here, sizes, block_start, row_start)
+    read = (words, pairs, experts, here, sizes[1], block_start, row_start)
     written = (token_of_row, pair_of_row, row_of_pair, pair_start, scores)
     constants = {"RANKS": sizes.shape[1], "SCORE_WORDS": score_words, "BLOCK": block}
     launch_of(place_received_kernel, (blocks,), (*read, *written), constants, num_warps=block // 32).run()
@@ -268,31 +273,35 @@ def count_received_kernel(
 
 
 @triton.jit
-def first_token_of_source(sizes, pair, here, RANKS: tl.constexpr):
-    """Number of tokens that came from the ranks before the one that sent each pair; sizes (W, 2): what was received."""
+def first_token_of_source(came, pair, here, RANKS: tl.constexpr):
+    """Number of tokens that came from the ranks before the one that sent each pair; came (W, 2): what was received."""
     end = 0
     first = pair * 0
     for rank in range(RANKS):
         is_other = rank != here
-        end += tl.load(sizes + 2 * rank + 1, mask=is_other, other=0)
-        first += tl.where(pair >= end, tl.load(sizes + 2 * rank, mask=is_other, other=0), 0)
+        end += tl.load(came + 2 * rank + 1, mask=is_other, other=0)
+        first += tl.where(pair >= end, tl.load(came + 2 * rank, mask=is_other, other=0), 0)
     return first
 
 
-@triton.jit(do_not_specialize=["num_pairs", "here"])
+@triton.jit(do_not_specialize=["max_pairs", "here"])
 def place_received_kernel(
-    words, num_pairs, experts, here, sizes, block_start, row_start_of_expert, token_of_row, pair_of_row, row_of_pair,
+    words, max_pairs, experts, here, came, block_start, row_start_of_expert, token_of_row, pair_of_row, row_of_pair,
     pair_start_of_token, scores,
     RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_of_row, pair_of_row, row_of_pair, scores (Q), pair_start_of_token (M + 1)."""
+    """token_of_row, pair_of_row, row_of_pair, scores, of which there are Q of ``max_pairs``; pair_start_of_token (M + 1).
+    """
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
+    num_pairs = 0
+    for rank in range(RANKS):
+        num_pairs += tl.load(came + 2 * rank + 1)
+    num_pairs = tl.minimum(num_pairs, max_pairs)
     inside = pair < num_pairs
     line = words + pair.to(tl.int64) * (SCORE_WORDS + 1)
     place = tl.load(line + SCORE_WORDS, mask=inside, other=0)
     expert = tl.where(inside, place % experts, experts)
-    came = sizes + 2 * RANKS
     token = first_token_of_source(came, pair, here, RANKS) + place // experts
     last = tl.load(line - 1, mask=inside & (pair > 0), other=0)  # the place of the pair before
     last_token = first_token_of_source(came, pair - 1, here, RANKS) + last // experts

@@ -1,0 +1,227 @@
+"""Windows in symmetric memory: opened by all ranks together, with room for what a step needs, and replaced by larger ones.
+
+W ranks · T tokens, P pairs of this rank · Q pairs that it receives
+
+What a window has room for is fixed while it is open (`Limits`); what arrives is known on the device alone. What does not
+fit makes the layer's output NaN on every rank, and is kept in the window's state until `Windows.check` reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilemoe.dispatch.base import Dispatched
+from tilemoe.kernels.expert_parallel.window import (
+    HEADER_BYTES,
+    MAX_RANKS,
+    NEEDED_ROWS,
+    NEEDED_TOKENS,
+    STATE,
+    Limits,
+    Window,
+    agree,
+    layout_of,
+    put_tokens,
+)
+from tilemoe.kernels.experts.formats.dense import compute_dtype
+from tilemoe.ops.window import OpenWindow, Places, from_experts, to_experts
+from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
+
+T = TypeVar("T")
+SLACK_ROWS = 1024  # of a window's capacity: few tokens are routed less evenly than many
+_ROUNDED = 128  # limits are multiples
+_names = itertools.count()
+
+
+def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the group's ranks cannot exchange rows through a window, in a few words; None if they can.
+
+    All ranks must call it. Each tells the others what it sees, so all get the same answer.
+    """
+    found = all_gather_object(group, (socket.gethostname(), _why_unsupported_here(group, device)))
+    if len({host for host, _ in found}) > 1:
+        return "symmetric memory needs all ranks on one host"
+    return next((reason for _, reason in found if reason is not None), None)
+
+
+def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    from tilemoe.kernels.choose import why_no_triton
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "symmetric memory needs NVIDIA GPUs"
+    if (why := why_no_triton(device)) is not None:
+        return why
+    if dist.get_world_size(group) > MAX_RANKS:
+        return f"more than {MAX_RANKS} ranks"
+    gpus = range(torch.cuda.device_count())
+    if len(gpus) < dist.get_world_size(group):
+        return "symmetric memory needs every process to see the GPUs of all ranks"
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b):
+        return "symmetric memory needs GPUs that read each other's memory"
+    return None
+
+
+def all_gather_object(group: dist.ProcessGroup, mine: T) -> list[T]:
+    """All-gather of an object: each rank's, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+# Memory of every rank that all ranks of the group can read: (whatever keeps it, the addresses (W) in this process).
+Memory = tuple[Any, list[int]]
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Memory:
+    """``size`` bytes of PyTorch's symmetric memory, zeroed. RuntimeError on all ranks if one has no room."""
+    import torch.distributed._symmetric_memory as symm_mem  # imports Triton
+
+    torch.cuda.empty_cache()  # it is not from the caching allocator, which may hold all free memory
+    memory, problem = None, None
+    try:
+        memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        problem = (str(error).splitlines() or ["no reason given"])[0]
+    problems = all_gather_object(group, problem)
+    if memory is None or any(problems):
+        rank, found = next((rank, found) for rank, found in enumerate(problems) if found)
+        raise RuntimeError(
+            f"rank {rank} of those that share experts has no {size} bytes of symmetric memory for what it sends: "
+            f"{found}; take smaller batches, or exchange='collective' (--parallel.exchange collective)"
+        )
+    memory[:HEADER_BYTES].zero_()
+    handle = symm_mem.rendezvous(memory, group)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # all flags are 0 before anybody sets one
+    return (memory, handle), list(handle.buffer_ptrs)
+
+
+class SentByWindow(NamedTuple):
+    """What `combine` needs of a `dispatch`."""
+
+    places: Places
+    precision: str
+    window: OpenWindow
+
+    def combine(self, o: Tensor) -> Tensor:
+        """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank order."""
+        total: Tensor = from_experts(o, *self.places, self.precision, self.window)
+        return total
+
+
+class Windows:
+    """The window of a group of ranks that all layers of a model share, and the larger ones that replace it.
+
+    capacity: the rows that a rank can receive, as a share of the most pairs that one sends, plus `SLACK_ROWS`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        allocate: Callable[[dist.ProcessGroup, torch.device, int], Memory] = symmetric_memory,
+        capacity: float = 1.5,
+    ) -> None:
+        self._group, self._device, self._allocate, self._capacity = group, device, allocate, capacity
+        self.here, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._window: OpenWindow | None = None
+        self._limits = Limits(0, 0, 0, 1, 0)
+
+    def with_room(self, tokens: int, pairs: int, score_words: int, row_bytes: int) -> OpenWindow:
+        """A window for these: T, P, and the sizes of a score and of a row, which are the same on all ranks.
+
+        ValueError: this rank has more tokens or pairs than ever, and another has not. It has no room for them then.
+        """
+        limits = self._limits
+        grows = score_words > limits.score_words or row_bytes > limits.row_bytes  # on all ranks, as they have one model
+        if self._window is not None and not grows and (tokens > limits.tokens or pairs > limits.pairs):
+            grows = self._do_all_grow(tokens, pairs)
+            if not grows:
+                raise ValueError(
+                    f"this process has {tokens} tokens, of {pairs} pairs, where those that share its experts have room "
+                    f"for {limits.tokens} and {limits.pairs}, and not all others have more than that; begin with the "
+                    "largest batch, or pass exchange='collective' (--parallel.exchange collective)"
+                )
+        if self._window is None or grows:
+            self._open(Limits(tokens, pairs, 0, score_words, row_bytes))
+        assert self._window is not None, "just opened"
+        return self._window
+
+    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str) -> Dispatched:
+        """See `Dispatcher`. precision: see `Sent`."""
+        s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
+        row_bytes = x.element_size() * x.shape[1]
+        window = self.with_room(plan.num_tokens, plan.num_pairs, s.element_size() // 4, row_bytes)
+        arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+        received, s, *rest = to_experts(x, s, *arrays, precision, window)
+        *arrays, rows_per_expert = rest[:6]
+        here = RoutingPlan(*arrays, plan.num_experts // self.ranks, received.shape[0], unchecked=True)
+        here.derived[ROWS_PER_EXPERT] = rows_per_expert
+        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window))
+
+    def needed(self) -> tuple[int, int]:
+        """(rows, tokens) that would have had to fit, 0 where all did; a host sync. The same on all ranks."""
+        if self._window is None:
+            return 0, 0
+        rows, tokens = self._window.view.state[NEEDED_ROWS : NEEDED_TOKENS + 1].tolist()
+        return rows, tokens
+
+    def check(self) -> None:
+        """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
+        rows, tokens = self.needed()
+        if rows or tokens:
+            self._view().state[NEEDED_ROWS : NEEDED_TOKENS + 1] = 0
+            raise ValueError(self._problem(rows, tokens))
+
+    def grow(self, rows: int) -> None:
+        """Open a window in which a rank can receive ``rows`` pairs and an eighth more. All ranks must call it."""
+        self._open(self._limits._replace(capacity=rows + rows // 8))
+
+    def _open(self, more: Limits) -> None:
+        """A window for the largest of these limits, of those so far, and of the other ranks'."""
+        asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
+        limits = Limits(*(max(each) for each in zip(*asked, strict=True)))
+        usual = int(limits.pairs * self._capacity) + SLACK_ROWS
+        capacity = min(max(limits.capacity, usual), limits.pairs * self.ranks)
+        tokens, pairs, capacity = (_rounded(each) for each in (limits.tokens, limits.pairs, capacity))
+        self._limits = limits._replace(tokens=tokens, pairs=pairs, capacity=capacity)
+        layout = layout_of(self._limits, self.ranks)
+        memory, addresses = self._allocate(self._group, self._device, layout.bytes)
+        state = torch.zeros(STATE, dtype=torch.int32)
+        state[3:5] = -1  # no exchange has used a region
+        tensors = (torch.tensor(addresses, dtype=torch.int64).to(self._device), state.to(self._device))
+        view = Window(*tensors, self.here, self._limits, layout)
+        self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
+
+    def _do_all_grow(self, tokens: int, pairs: int) -> bool:
+        """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's own."""
+        view = self._view()
+        index = torch.zeros((view.layout.tokens - view.layout.sizes) // 4, dtype=torch.int32)
+        index[2 * self.ranks : 2 * self.ranks + 2] = torch.tensor([tokens, pairs])
+        put_tokens(view, view.state.new_empty(0, 1), index.to(self._device))
+        _, counts, _ = agree(view)
+        return int(counts[3]) == self.ranks
+
+    def _view(self) -> Window:
+        assert self._window is not None, "there is a window"
+        return self._window.view
+
+    def _problem(self, rows: int, tokens: int) -> str:
+        if tokens:
+            return f"a process had {tokens} tokens, and those that share its experts have room for {self._limits.tokens}"
+        return (
+            f"a process would have received {rows} rows, and has room for {self._limits.capacity}: outputs of that "
+            f"step are NaN; call grow({rows})"
+        )
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ROUNDED) * _ROUNDED
+

@@ -1,0 +1,458 @@
+"""Exchanges between GPUs of one host through a window that each can read: no size is known to the host.
+
+W ranks · T tokens of this rank · M tokens it receives, of at most M_max · P pairs of this rank · Q pairs it receives, of
+at most Q_max · e experts of a rank · d width of a row
+
+An exchange: each rank puts rows into its own window (`put`), tells the others, and waits until all have put theirs.
+Then it pulls what it needs from their windows: tokens, to compute them (`pull_rows`), or a token's results from all ranks
+that had it, which are summed on the way (`pull_sums`). Two exchanges of T-row inputs and M-row results make a layer.
+
+A window (`WindowLayout`) has a region for each kind of rows. ``state`` (int32) is this rank's alone: the number of the
+last exchange, two counters of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`).
+
+Why nothing is overwritten too early. An exchange has a number, the same on all ranks. A rank says that it has *entered*
+exchange i in the first instructions of its put, which on its stream come after its pulls of all exchanges before i. Who
+puts into a region that exchange j used last waits until all ranks have entered one after j.
+Why every wait ends. Entering waits for nothing. The wait for entering needs only that, from kernels that are earlier on
+their streams than any that waits for this rank's answer. The wait for *ready* needs that the others put, which wait for
+entering alone. A waiting CTA needs a place on a multiprocessor, as any kernel does, and no kernel here needs two of its
+CTAs to run at once: who comes first enters, and who comes last tells and waits.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.kernels.expert_parallel.triton import place_received_kernel
+from tilemoe.kernels.launching import launch_of
+from tilemoe.kernels.plan.triton import block_start_launch, experts_of_block, pairs_of_block, row_start_launch
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
+
+MAX_RANKS = 16
+# Indices of ``state``.
+STATE = 8
+_LAST, _ARRIVED, _DONE, _REGION = 0, 1, 2, 3  # the last: of tokens, and the next one of results
+NEEDED_ROWS, NEEDED_TOKENS = 5, 6
+# Rows of what `agree` writes, W int32 each: for each rank, how many tokens and pairs came from it, and the first of them
+# here; where those for this rank begin there; what to add to the index of a copy or pair sent to it to find it there; and
+# the first pair sent to it, and their number.
+AGREED = 10
+_FLAG_BYTES = 4
+HEADER_BYTES = 2 * MAX_RANKS * _FLAG_BYTES  # of a window: which exchange each rank has entered, and has its rows ready for
+_CTAS_PER_SM = 4  # of the kernels that move rows: remote reads take microseconds, and many must be in flight
+_ALIGNMENT = 128
+_BLOCK = 4096  # elements that a CTA moves at a time
+_TOKENS_REGION: tl.constexpr = tl.constexpr(0)
+_RESULTS_REGION: tl.constexpr = tl.constexpr(1)
+
+
+class Limits(NamedTuple):
+    """What a window has room for, the same on all ranks: T_max tokens, P_max pairs and Q_max received pairs of a rank;
+    score_words int32 of a score; row_bytes of a token.
+    """
+
+    tokens: int
+    pairs: int
+    capacity: int
+    score_words: int
+    row_bytes: int
+
+
+class WindowLayout(NamedTuple):
+    """Where the regions of a window begin, in bytes; every rank's is the same.
+
+    sizes: 2 W + 2 int32, tokens and pairs for each rank, T and P · copies: W T_max int32, `place_sent`'s token_of_copy ·
+    words: P_max words of pairs · tokens: rows of T_max tokens · scores: Q_max scores' gradients · results: rows of M_max
+    """
+
+    sizes: int
+    copies: int
+    words: int
+    tokens: int
+    scores: int
+    results: int
+    bytes: int
+
+
+def layout_of(limits: Limits, ranks: int) -> WindowLayout:
+    """The least layout for these limits."""
+    lengths = (
+        HEADER_BYTES,
+        _FLAG_BYTES * (2 * ranks + 2),
+        _FLAG_BYTES * ranks * limits.tokens,
+        _FLAG_BYTES * limits.pairs * (limits.score_words + 1),
+        limits.tokens * limits.row_bytes,
+        _FLAG_BYTES * limits.score_words * limits.capacity,
+        most_received(limits, ranks) * limits.row_bytes,
+    )
+    return WindowLayout(*accumulate(ceil_div(length, _ALIGNMENT) * _ALIGNMENT for length in lengths))
+
+
+def most_received(limits: Limits, ranks: int) -> int:
+    """M_max: a rank receives each token once, and none without a pair."""
+    return min(ranks * limits.tokens, limits.capacity)
+
+
+class Window(NamedTuple):
+    """A window as kernels see it. addresses (W) int64: each rank's, in this process · state (`STATE`) int32."""
+
+    addresses: Tensor
+    state: Tensor
+    here: int
+    limits: Limits
+    layout: WindowLayout
+
+    @property
+    def ranks(self) -> int:
+        return self.addresses.shape[0]
+
+
+def put_tokens(window: Window, rows: Tensor, index: Tensor | None) -> None:
+    """Put rows (T, d) and, with the first exchange of a layer, index: the bytes from ``layout.sizes`` to its tokens, as
+    int32. Returns once all ranks have put theirs, as far as later kernels of the stream are concerned.
+    """
+    _put(window, rows, window.layout.tokens, index, window.layout.sizes, None, _TOKENS_REGION)
+
+
+def put_results(window: Window, rows: Tensor, scores: Tensor | None, counts: Tensor) -> None:
+    """Likewise the first M of rows (M_max, d), and the first Q of scores (Q_max). counts: `agree`'s."""
+    _put(window, rows, window.layout.results, scores, window.layout.scores, counts, _RESULTS_REGION)
+
+
+def _put(
+    window: Window, rows: Tensor, at: int, more: Tensor | None, more_at: int, counts: Tensor | None, region: tl.constexpr
+) -> None:
+    device = device_of(rows)
+    assert rows.is_contiguous() and (more is None or more.is_contiguous()), "moved as they lie"
+    moved = max(rows.numel(), 0 if more is None else more.numel())
+    grid = max(1, min(ceil_div(moved, _BLOCK), device.multiprocessors))
+    lengths = (rows.shape[0], rows.shape[1], 0 if more is None else more.numel())
+    args = (rows, more, counts, window.addresses, window.state, *lengths, at, more_at, window.here)
+    constants = {"REGION": region.value, "RANKS": window.ranks, "BLOCK": _BLOCK}
+    launch_of(put_kernel, (grid,), args, constants, num_warps=8).run()
+
+
+def agree(window: Window) -> tuple[Tensor, Tensor, Tensor]:
+    """After the put of a layer's first exchange: (agreed (10, W), counts (4,), came (W, 2)), int32.
+
+    counts: M, Q, whether this exchange fails, and how many ranks have more tokens or pairs than the window has room
+    for, of which they then sent none. It fails for that, or if some rank would receive more than Q_max pairs; then M and
+    Q are 0, and ``state`` keeps the numbers needed. came: tokens and pairs from each rank.
+    """
+    state, ranks, limits = window.state, window.ranks, window.limits
+    agreed, counts, came = state.new_empty(AGREED * ranks), state.new_empty(4), state.new_empty(2 * ranks)
+    args = (window.addresses, state, window.layout.sizes, limits.tokens, limits.pairs, limits.capacity, window.here)
+    constants = {"RANKS": ranks, "BLOCK_W": power_of_two(ranks)}
+    launch_of(agree_kernel, (1,), (*args, agreed, counts, came), constants, num_warps=1).run()
+    return agreed, counts, came
+
+
+def plan_pulled(
+    window: Window, agreed: Tensor, counts: Tensor, came: Tensor, experts: int
+) -> tuple[Tensor, ...]:
+    """The plan of what arrives, as `plan_received`'s, for M_max tokens and Q_max pairs: token_of_row, pair_of_row,
+    row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max); and
+    token_of_received (M_max), each token's index on its own rank.
+    """
+    state, ranks = window.state, window.ranks
+    words, capacity, max_tokens = window.limits.score_words, window.limits.capacity, most_received(window.limits, ranks)
+    block = pairs_of_block(experts)
+    blocks = ceil_div(max(capacity, max_tokens + 1), block)
+    lines, block_counts, block_start, error_bits = int32_vectors(
+        state, capacity * (words + 1), blocks * experts, blocks * experts, 1
+    )
+    token_of_row, pair_of_row, row_of_pair = (state.new_empty(capacity) for _ in range(3))
+    pair_start, row_start = state.new_empty(max_tokens + 1), state.new_empty(experts + 1)
+    rows_per_expert, token_of_received = state.new_empty(experts), state.new_empty(max_tokens)
+    dtype = {1: torch.float32, 2: torch.float64}[words]
+    scores = state.new_empty(capacity, dtype=dtype)
+    read = (window.addresses, agreed, counts, window.layout.copies, window.layout.words, experts, max_tokens, capacity)
+    cleared = (token_of_row, pair_of_row, row_of_pair, pair_start)
+    constants = {"RANKS": ranks, "SCORE_WORDS": words, "BLOCK": block}
+    bins = {"BLOCK_E": experts_of_block(experts)}
+    written = (lines, token_of_received, *cleared, block_counts)
+    launch_of(receive_kernel, (blocks,), (*read, *written), {**constants, **bins}).run()
+    block_start_launch(block_counts, block_start, rows_per_expert, blocks, experts).run()
+    row_start_launch(rows_per_expert, block_counts, row_start, error_bits, 0, experts).run()
+    placed = (lines, capacity, experts, window.here, came, block_start, row_start)
+    args = (*placed, token_of_row, pair_of_row, row_of_pair, pair_start, scores)
+    launch_of(place_received_kernel, (blocks,), args, constants, num_warps=block // 32).run()
+    return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores, token_of_received
+
+
+def pull_rows(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, token_of_received: Tensor) -> Tensor:
+    """Rows (M_max, d) of ``like``'s width and dtype: the tokens for this rank, and zeros past M."""
+    device, width = device_of(like), like.shape[1]
+    out = like.new_empty(token_of_received.shape[0], width)
+    if out.numel() == 0:
+        return out
+    columns = min(power_of_two(width), _BLOCK)
+    args = (window.addresses, agreed, counts, token_of_received, out, len(out), width, window.layout.tokens, window.here)
+    constants = {"RANKS": window.ranks, "ROWS": max(1, _BLOCK // columns), "BLOCK_D": columns}
+    grid = ceil_div(_CTAS_PER_SM * device.multiprocessors, window.ranks) * window.ranks
+    launch_of(pull_rows_kernel, (grid,), args, constants, num_warps=4).run()
+    return out
+
+
+def pull_sums(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, copy_of_token: Tensor) -> Tensor:
+    """(T, d) of ``like``'s width and dtype: each token's sum of its results over the ranks, in their order, in fp32 or
+    fp64; NaN if this layer's rows did not fit. copy_of_token (T W): `place_sent`'s.
+    """
+    tokens, width = copy_of_token.shape[0] // window.ranks, like.shape[1]
+    out = like.new_empty(tokens, width)
+    if out.numel() == 0:
+        return out
+    device_of(out)
+    columns = min(power_of_two(width), _BLOCK // 2)
+    args = (window.addresses, agreed, counts, copy_of_token, out, width, window.layout.results)
+    constants = {"RANKS": window.ranks, "BLOCK_D": columns}
+    launch_of(pull_sums_kernel, (tokens * ceil_div(width, columns),), args, constants, num_warps=4).run()
+    return out
+
+
+def pull_scores(
+    window: Window, like: Tensor, agreed: Tensor, position_of_pair: Tensor
+) -> Tensor:
+    """(P,) of ``like``'s dtype: the gradients of this rank's scores, 0 for pairs that were not sent.
+
+    position_of_pair (P): `place_sent`'s.
+    """
+    pairs = position_of_pair.shape[0]
+    out = like.new_zeros(pairs)
+    if pairs == 0:
+        return out
+    device_of(out)
+    args = (window.addresses, agreed, position_of_pair, out, pairs, window.layout.scores)
+    constants = {"RANKS": window.ranks, "BLOCK": 256}
+    launch_of(pull_scores_kernel, (ceil_div(pairs, 256),), args, constants).run()
+    return out
+
+
+@triton.jit
+def wait_for(flags, number, here, RANKS: tl.constexpr):
+    """Wait until every other rank's flag here is at least ``number``, by cyclic difference."""
+    for rank in tl.static_range(RANKS):
+        if rank != here:
+            while tl.atomic_add(flags + rank, 0, sem="acquire", scope="sys") - number < 0:
+                pass
+
+
+@triton.jit
+def tell_all(addresses, number, here, OFFSET: tl.constexpr, RANKS: tl.constexpr):
+    """Set this rank's flag, at ``OFFSET`` bytes of each other rank's window, once all earlier stores are visible."""
+    for step in tl.static_range(1, RANKS):
+        rank = (here + step) % RANKS
+        flags = (tl.load(addresses + rank) + OFFSET).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags + here, number, sem="release", scope="sys")
+
+
+@triton.jit
+def region_of(addresses, rank, offset, like):
+    """The region at ``offset`` bytes, a multiple of 16, of a rank's window; of the elements of ``like``."""
+    address = tl.multiple_of(tl.load(addresses + rank) + offset, 16)
+    return tl.multiple_of(address.to(like.dtype), 16)
+
+
+@triton.jit
+def copy_flat(source, target, length, BLOCK: tl.constexpr):
+    """Copy ``length`` elements by all CTAs of the kernel."""
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, length, tl.num_programs(0).to(tl.int64) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_more", "here"])
+def put_kernel(
+    rows, more, counts, addresses, state, num_rows, width, num_more, rows_offset, more_offset, here,
+    REGION: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Enter, copy rows and more into this rank's window, tell the others, wait for them."""
+    number = tl.load(state) + 1
+    needed = tl.load(state + 3 + REGION) + 1
+    if tl.atomic_add(state + 1, 1, sem="relaxed", scope="gpu") == 0:
+        tell_all(addresses, number, here, 0, RANKS)
+    flags = tl.load(addresses + here).to(tl.pointer_type(tl.int32))
+    wait_for(flags, needed, here, RANKS)
+    if counts is not None:
+        num_rows = tl.minimum(num_rows, tl.load(counts))
+    copy_flat(rows, region_of(addresses, here, rows_offset, rows), num_rows.to(tl.int64) * width, BLOCK)
+    if more is not None:
+        if counts is not None:
+            num_more = tl.minimum(num_more, tl.load(counts + 1))
+        copy_flat(more, region_of(addresses, here, more_offset, more), num_more.to(tl.int64), BLOCK)
+    tl.debug_barrier()
+    if tl.atomic_add(state + 2, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(state, number)
+        tl.store(state + 1, 0)
+        tl.store(state + 2, 0)
+        tl.store(state + 3 + REGION, number)
+        tell_all(addresses, number, here, 4 * 16, RANKS)
+        wait_for(flags + 16, number, here, RANKS)
+
+
+@triton.jit(do_not_specialize=["max_tokens", "max_pairs", "capacity", "here"])
+def agree_kernel(
+    addresses, state, sizes_offset, max_tokens, max_pairs, capacity, here, agreed, counts, came,
+    RANKS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """A single CTA. See `agree`."""
+    rank = tl.arange(0, BLOCK_W)
+    is_rank = rank < RANKS
+    base = (tl.load(addresses + rank, mask=is_rank, other=0) + sizes_offset).to(tl.pointer_type(tl.int32))
+    tokens = tl.load(base + 2 * RANKS, mask=is_rank, other=0)
+    pairs = tl.load(base + 2 * RANKS + 1, mask=is_rank, other=0)
+    exceeds = is_rank & ((tokens > max_tokens) | (pairs > max_pairs))
+    over = tl.sum(exceeds.to(tl.int32), axis=0)
+
+    # The W x W numbers of tokens, then of pairs, [source, destination].
+    source, to = rank[:, None], rank[None, :]
+    inside = (source < RANKS) & (to < RANKS) & (exceeds.to(tl.int32) == 0)[:, None]
+    cells = tl.broadcast_to(base[:, None], (BLOCK_W, BLOCK_W)) + 2 * to
+    rows_needed = tl.max(tl.sum(tl.load(cells + 1, mask=inside, other=0), axis=0), axis=0)
+    fails = (rows_needed > capacity) | (over > 0)
+    if rows_needed > capacity:
+        tl.store(state + 5, tl.maximum(tl.load(state + 5), rows_needed))
+    if over > 0:
+        tl.store(state + 6, tl.maximum(tl.load(state + 6), tl.max(tokens, axis=0)))
+    inside = inside & (fails == 0)
+    for column in tl.static_range(2):
+        between = tl.load(cells + column, mask=inside, other=0)
+        of_here_in = tl.sum(tl.where(to == here, between, 0), axis=1)  # [source]: to here
+        of_here_out = tl.sum(tl.where(source == here, between, 0), axis=0)  # [to]: from here
+        # Here, what comes from each rank is in the order of the ranks, but this one's own is last.
+        earlier = (to != here) & ((to < source) | (source == here))
+        first_in = tl.sum(tl.where(earlier, of_here_in[None, :], 0), axis=1)
+        first_out = tl.sum(tl.where(earlier, of_here_out[None, :], 0), axis=1)
+        # There, what is for here comes after what is for the ranks before it, and that rank's own is last.
+        before_here = (to != source) & ((to < here) | (source == here))
+        there = tl.sum(tl.where(before_here, between, 0), axis=1)  # [source]
+        # There, what came from here comes after what came from the ranks before it.
+        before_us = (source != to) & ((source < here) | (to == here))
+        arrived = tl.sum(tl.where(before_us, between, 0), axis=0)  # [to]
+        tl.store(came + 2 * rank + column, of_here_in, mask=is_rank)
+        tl.store(counts + column, tl.sum(of_here_in, axis=0))
+        out = agreed + 2 * column * RANKS + rank
+        tl.store(out, of_here_in, mask=is_rank)
+        tl.store(out + RANKS, first_in, mask=is_rank)
+        tl.store(agreed + (4 + column) * RANKS + rank, there, mask=is_rank)
+        tl.store(agreed + (6 + column) * RANKS + rank, arrived - first_out, mask=is_rank)
+        if column == 1:
+            tl.store(agreed + 8 * RANKS + rank, first_out, mask=is_rank)
+            tl.store(agreed + 9 * RANKS + rank, of_here_out, mask=is_rank)
+    tl.store(counts + 2, fails.to(tl.int32))
+    tl.store(counts + 3, over)
+
+
+@triton.jit(do_not_specialize=["max_tokens", "capacity"])
+def receive_kernel(
+    addresses, agreed, counts, copies_offset, words_offset, experts, max_tokens, capacity, lines, token_of_received,
+    token_of_row, pair_of_row, row_of_pair, pair_start_of_token, block_counts,
+    RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """lines (Q_max, words): the pairs' words, from all ranks; their numbers by expert, block_counts (B, e);
+    token_of_received (M_max). Clears what no pair will write: rows past Q, and the ends of tokens past M.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_tokens, num_pairs = tl.load(counts), tl.load(counts + 1)
+    copy = (addresses + at).to(tl.pointer_type(tl.int32))
+    word = copy
+    for rank in tl.static_range(RANKS):
+        first = tl.load(agreed + 1 * RANKS + rank)
+        from_rank = (at >= first) & (at < first + tl.load(agreed + rank))
+        there = region_of(addresses, rank, copies_offset, copy) + tl.load(agreed + 4 * RANKS + rank)
+        copy = tl.where(from_rank, there + (at - first), copy)
+        first = tl.load(agreed + 3 * RANKS + rank)
+        from_rank = (at >= first) & (at < first + tl.load(agreed + 2 * RANKS + rank))
+        there = region_of(addresses, rank, words_offset, word) + tl.load(agreed + 5 * RANKS + rank) * (SCORE_WORDS + 1)
+        word = tl.where(from_rank, there + (at - first) * (SCORE_WORDS + 1), word)
+    tl.store(token_of_received + at, tl.load(copy, mask=at < num_tokens, other=0), mask=at < max_tokens)
+    inside = at < num_pairs
+    line = lines + at.to(tl.int64) * (SCORE_WORDS + 1)
+    for column in tl.static_range(SCORE_WORDS):
+        tl.store(line + column, tl.load(word + column, mask=inside, other=0), mask=inside)
+    place = tl.load(word + SCORE_WORDS, mask=inside, other=0)
+    tl.store(line + SCORE_WORDS, place, mask=inside)
+    bins = tl.arange(0, BLOCK_E)
+    count = tl.histogram(place % experts, BLOCK_E, mask=inside)
+    tl.store(block_counts + tl.program_id(0).to(tl.int64) * experts + bins, count, mask=bins < experts)
+    is_past = (at >= num_pairs) & (at < capacity)
+    tl.store(token_of_row + at, 0, mask=is_past)
+    tl.store(pair_of_row + at, 0, mask=is_past)
+    tl.store(row_of_pair + at, -1, mask=is_past)
+    tl.store(pair_start_of_token + at, num_pairs, mask=(at >= num_tokens) & (at <= max_tokens))
+
+
+@triton.jit(do_not_specialize=["num_out", "here"])
+def pull_rows_kernel(
+    addresses, agreed, counts, token_of_received, out, num_out, width, tokens_offset, here,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each CTA copies rows from one rank, neighbours beginning with different ranks, so that all links are busy; then
+    its share of the zeros past M."""
+    rank = (here + 1 + tl.program_id(0) % RANKS) % RANKS
+    of_rank, each = tl.program_id(0) // RANKS, tl.num_programs(0) // RANKS
+    source = region_of(addresses, rank, tokens_offset, out)
+    count, first_row = tl.load(agreed + rank), tl.load(agreed + 1 * RANKS + rank)
+    for block in range(of_rank, tl.cdiv(count, ROWS), each):
+        index = block * ROWS + tl.arange(0, ROWS)
+        row = first_row + index
+        token = tl.load(token_of_received + row, mask=index < count, other=0).to(tl.int64)
+        for first in range(0, width, BLOCK_D):
+            column = first + tl.arange(0, BLOCK_D)
+            inside = (index < count)[:, None] & (column < width)[None, :]
+            value = tl.load(source + token[:, None] * width + column[None, :], mask=inside)
+            tl.store(out + row.to(tl.int64)[:, None] * width + column[None, :], value, mask=inside)
+    for row in range(tl.load(counts).to(tl.int64) + tl.program_id(0), num_out, tl.num_programs(0)):
+        for first in range(0, width, BLOCK_D):
+            column = first + tl.arange(0, BLOCK_D)
+            zeros = tl.zeros((BLOCK_D,), dtype=out.dtype.element_ty)
+            tl.store(out + row * width + column, zeros, mask=column < width)
+
+
+@triton.jit
+def pull_sums_kernel(
+    addresses, agreed, counts, copy_of_token, out, width, results_offset,
+    RANKS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_D columns of a token's sum per CTA."""
+    blocks = tl.cdiv(width, BLOCK_D)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_fp64: tl.constexpr = out.dtype.element_ty == tl.float64
+    total = tl.zeros((BLOCK_D,), dtype=tl.float64 if is_fp64 else tl.float32)
+    fails = tl.load(counts + 2) > 0
+    for rank in tl.static_range(RANKS):
+        copy = tl.load(copy_of_token + token * RANKS + rank)
+        is_there = (copy >= 0) & (fails == 0)
+        row = (copy + tl.load(agreed + 6 * RANKS + rank)).to(tl.int64)
+        source = region_of(addresses, rank, results_offset, out) + row * width
+        value = tl.load(source + column, mask=is_there & (column < width), other=0.0)
+        total += value.to(total.dtype)
+    total = tl.where(fails, float("nan"), total)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def pull_scores_kernel(
+    addresses, agreed, position_of_pair, out, num_pairs, scores_offset, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A block of the pairs that were sent, in the order of sending."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    from_there = out + pair
+    is_sent = pair < 0
+    for rank in tl.static_range(RANKS):
+        first = tl.load(agreed + 8 * RANKS + rank)
+        to_rank = (pair >= first) & (pair < first + tl.load(agreed + 9 * RANKS + rank))
+        there = region_of(addresses, rank, scores_offset, out) + tl.load(agreed + 7 * RANKS + rank)
+        from_there = tl.where(to_rank, there + pair, from_there)
+        is_sent = is_sent | to_rank
+    position = tl.load(position_of_pair + pair, mask=is_sent, other=0)
+    tl.store(out + position, tl.load(from_there, mask=is_sent, other=0.0), mask=is_sent)

@@ -1,0 +1,228 @@
+"""Operators of expert parallelism through a window that all ranks read: tokens to their experts, and results back.
+
+T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that a rank receives · e experts of a rank · d model
+width
+
+Each operator is one exchange (`tilemoe.kernels.expert_parallel.window`); all ranks run the same ones in the same order. No
+value is read on the host, so they may be part of a CUDA graph, or of one of torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.choose import choose_packing
+from tilemoe.kernels.expert_parallel import window as kernels
+from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.ops.expert_parallel import kernels_for
+from tilemoe.runtime.operator import Arguments, Operator
+
+
+class OpenWindow:
+    """A window while it is open, by name. ``precision``: see `Sent`."""
+
+    def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
+        self.name, self.view, self._memory = name, view, memory
+        _OPEN[name] = self
+
+
+_OPEN: WeakValueDictionary[str, OpenWindow] = WeakValueDictionary()
+
+
+class Places(NamedTuple):
+    """Where the tokens and pairs of one layer's first exchange are, for the exchanges after it."""
+
+    agreed: Tensor
+    counts: Tensor
+    token_of_received: Tensor
+    copy_of_token: Tensor
+    position_of_pair: Tensor
+
+
+class _WindowArguments(Arguments):
+    """(..., precision, window) to a schema's arguments and back."""
+
+    def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        view = args[-1].view
+        return (*args[:-1], view.addresses, view.state, view.here, view.limits)
+
+    def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*args[:-1], args[-1].name)
+
+    def unflatten(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*flat[:-1], _OPEN[flat[-1]])
+
+
+_ARGUMENTS = _WindowArguments()
+
+
+def _to_experts(
+    x: Tensor,
+    scores: Tensor,
+    row_of_pair: Tensor,
+    pair_of_row: Tensor,
+    pair_start_of_token: Tensor | None,
+    row_start_of_expert: Tensor,
+    precision: str,
+    window: OpenWindow,
+) -> tuple[Tensor, ...]:
+    """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`."""
+    view, tokens = window.view, x.shape[0]
+    routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks, view.here)
+    rows = _as_sent(x, precision)
+    index, sizes, token_of_copy, words = _index_of(view, x, row_of_pair.shape[0])
+    steps = kernels_for(routed)
+    before = steps.count_sent(routed, sizes)
+    copy_of_token, _, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
+    kernels.put_tokens(view, rows, index)
+    agreed, counts, came = kernels.agree(view)
+    *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(
+        view, agreed, counts, came, routed.experts_per_rank
+    )
+    received = _as_given(kernels.pull_rows(view, rows, agreed, counts, token_of_received), x.dtype, precision)
+    return (received, s, *plan, rows_per_expert, agreed, counts, token_of_received, copy_of_token, position_of_pair)
+
+
+def _index_of(view: kernels.Window, like: Tensor, pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(the whole index, int32, and its parts: sizes (W, 2), token_of_copy (T W), words (P, .))."""
+    layout, ranks, width, tokens = view.layout, view.ranks, view.limits.score_words + 1, like.shape[0]
+    index = like.new_zeros((layout.tokens - layout.sizes) // 4, dtype=torch.int32)
+    copies, words = (layout.copies - layout.sizes) // 4, (layout.words - layout.sizes) // 4
+    return (
+        index,
+        index[: 2 * ranks].view(ranks, 2),
+        index[copies : copies + tokens * ranks],
+        index[words : words + pairs * width].view(pairs, width),
+    )
+
+
+def _to_experts_fake(
+    x: Tensor, scores: Tensor, row_of_pair: Tensor, pair_of_row: Tensor, start: Any, row_start: Tensor, precision: str,
+    window: OpenWindow,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    view = window.view
+    ranks, most, capacity = view.ranks, kernels.most_received(view.limits, view.ranks), view.limits.capacity
+    lengths = (
+        capacity, capacity, capacity, most + 1, (row_start.shape[0] - 1) // ranks + 1, (row_start.shape[0] - 1) // ranks,
+        kernels.AGREED * ranks, 4, most, x.shape[0] * ranks, row_of_pair.shape[0],
+    )  # fmt: skip
+    indices = (row_of_pair.new_empty(length) for length in lengths)
+    return (x.new_empty(most, x.shape[1]), scores.new_empty(capacity), *indices)
+
+
+def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *_, ctx.window = args
+    ctx.num_tokens = args[0].shape[0]
+    ctx.save_for_backward(*output[-len(Places._fields) :])
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    needs_x, needs_scores = ctx.needs_input_grad[:2]
+    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *ctx.saved_tensors, ctx.window)
+    return dx_home if needs_x else None, ds_home if needs_scores else None
+
+
+def _gradients_home(dx: Tensor, ds: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """From dx (M_max, d) and ds (Q_max): (T, d), each token's sum over its ranks, and the scores' gradients (P,)."""
+    places, window = Places(*rest[:-1]), rest[-1].view
+    kernels.put_results(window, dx, ds, places.counts)
+    dx_home = kernels.pull_sums(window, dx, places.agreed, places.counts, places.copy_of_token)
+    return dx_home, kernels.pull_scores(window, ds, places.agreed, places.position_of_pair)
+
+
+def _gradients_home_fake(dx: Tensor, ds: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    places, ranks = Places(*rest[:-1]), rest[-1].view.ranks
+    tokens = places.copy_of_token.shape[0] // ranks
+    return dx.new_empty(tokens, dx.shape[1]), ds.new_empty(places.position_of_pair.shape[0])
+
+
+def _from_experts(o: Tensor, *rest: Any) -> Tensor:
+    """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to."""
+    places, window = Places(*rest[:-2]), rest[-1].view
+    kernels.put_results(window, o, None, places.counts)
+    return kernels.pull_sums(window, o, places.agreed, places.counts, places.copy_of_token)
+
+
+def _from_experts_fake(o: Tensor, *rest: Any) -> Tensor:
+    return o.new_empty(Places(*rest[:-2]).copy_of_token.shape[0] // rest[-1].view.ranks, o.shape[1])
+
+
+def _save_from_experts(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    _, *places, ctx.precision, ctx.window = args
+    ctx.save_for_backward(*places)
+
+
+def _from_experts_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    return (gradients_there(do.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.window),)
+
+
+def _gradients_there(do: Tensor, *rest: Any) -> Tensor:
+    """do (T, d) -> (M_max, d), of the tokens at this rank's experts."""
+    *places, precision, window = rest
+    at, rows = Places(*places), _as_sent(do, precision)
+    kernels.put_tokens(window.view, rows, None)
+    pulled = kernels.pull_rows(window.view, rows, at.agreed, at.counts, at.token_of_received)
+    return _as_given(pulled, do.dtype, precision)
+
+
+def _gradients_there_fake(do: Tensor, *rest: Any) -> Tensor:
+    return do.new_empty(Places(*rest[:-2]).token_of_received.shape[0], do.shape[1])
+
+
+def _as_sent(rows: Tensor, precision: str) -> Tensor:
+    """x or do (T, d) as sent: quantised and packed for fp8, else unchanged."""
+    if precision == "fp8":
+        return choose_packing(rows.device, rows.dtype).impl.pack_rows(rows)
+    return rows.contiguous()
+
+
+def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
+    """The received rows (M_max, d) in ``dtype``: unpacked for fp8, else unchanged."""
+    return choose_packing(arrived.device, dtype).impl.unpack_rows(arrived, dtype) if precision == "fp8" else arrived
+
+
+_PLACES = "Tensor agreed, Tensor counts, Tensor token_of_received, Tensor copy_of_token, Tensor position_of_pair"
+_INDICES = ", ".join(["Tensor"] * 11)
+to_experts = Operator(
+    "to_experts",
+    _to_experts,
+    "(Tensor x, Tensor scores, Tensor row_of_pair, Tensor pair_of_row, Tensor? pair_start_of_token, "
+    f"Tensor row_start_of_expert, str precision, str window) -> (Tensor, Tensor, {_INDICES})",
+    _to_experts_fake,
+    _ARGUMENTS,
+    compiles_first=False,
+)
+gradients_home = Operator(
+    "gradients_home",
+    _gradients_home,
+    f"(Tensor dx, Tensor ds, {_PLACES}, str window) -> (Tensor, Tensor)",
+    _gradients_home_fake,
+    _ARGUMENTS,
+    compiles_first=False,
+)
+from_experts = Operator(
+    "from_experts",
+    _from_experts,
+    f"(Tensor o, {_PLACES}, str precision, str window) -> Tensor",
+    _from_experts_fake,
+    _ARGUMENTS,
+    compiles_first=False,
+)
+gradients_there = Operator(
+    "gradients_there",
+    _gradients_there,
+    f"(Tensor do, {_PLACES}, str precision, str window) -> Tensor",
+    _gradients_there_fake,
+    _ARGUMENTS,
+    compiles_first=False,
+)
+to_experts.register_autograd(_to_experts_backward, _save_to_experts)
+from_experts.register_autograd(_from_experts_backward, _save_from_experts)
+_ONCE = "expert parallelism is differentiable once: take the first gradient without create_graph=True"
+gradients_home.refuse_autograd(_ONCE)
+gradients_there.refuse_autograd(_ONCE)
