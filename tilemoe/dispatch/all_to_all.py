@@ -97,15 +97,16 @@ class AllToAllDispatcher:
 
     def local_weight(self, weight: Tensor) -> Tensor:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        return local if self.gradient_divide_factor == 1 else self._with_divided_gradient(local)
-
-    @torch.compiler.disable  # traced, a Function that changes its gradient in place behaves differently
-    def _with_divided_gradient(self, weight: Tensor) -> Tensor:
-        return _DivideGradient.apply(weight, self.gradient_divide_factor)
+        if self.gradient_divide_factor == 1:
+            return local
+        return _DivideGradient.apply(local, self.gradient_divide_factor)
 
 
 class _DivideGradient(torch.autograd.Function):
-    """The weight, unchanged. Its gradient is divided in place: the experts have just made it for this weight alone."""
+    """The weight, unchanged. Its gradient is divided, in place: the experts have just made it for this weight alone.
+
+    Traced, a Function that changes its gradient in place behaves differently.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
@@ -115,4 +116,4 @@ class _DivideGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.div_(ctx.factor), None
+        return gradient / ctx.factor if torch.compiler.is_compiling() else gradient.div_(ctx.factor), None

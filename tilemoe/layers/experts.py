@@ -92,7 +92,8 @@ class Experts(nn.Module):
     def precision_of(self, x: Tensor) -> str:
         """The precision, "bf16" or "fp8", that the backend uses for x (T, d), given in the dtype of the computation."""
         widths = (self.cfg.hidden_size, self.cfg.intermediate_size)
-        return backend_for(self.kernels, x, widths, self.cfg.precision).precision
+        backend = backend_for(self.kernels, x, widths, self.cfg.precision)
+        return type(backend).precision  # of the class, which torch.compile treats as a constant
 
     def extra_repr(self) -> str:
         cfg = self.cfg

@@ -133,7 +133,7 @@ def _put(
     device = device_of(rows)
     assert rows.is_contiguous() and (more is None or more.is_contiguous()), "moved as they lie"
     moved = max(rows.numel(), 0 if more is None else more.numel())
-    grid = max(1, min(ceil_div(moved, _BLOCK), device.multiprocessors))
+    grid = max(1, min(ceil_div(moved, _BLOCK), _CTAS_PER_SM * device.multiprocessors))
     lengths = (rows.shape[0], rows.shape[1], 0 if more is None else more.numel())
     args = (rows, more, counts, window.addresses, window.state, *lengths, at, more_at, window.here)
     constants = {"REGION": region.value, "RANKS": window.ranks, "BLOCK": _BLOCK}
@@ -269,7 +269,7 @@ def copy_flat(source, target, length, BLOCK: tl.constexpr):
         tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_more", "here"])
+@triton.jit(do_not_specialize=["num_rows", "here"])
 def put_kernel(
     rows, more, counts, addresses, state, num_rows, width, num_more, rows_offset, more_offset, here,
     REGION: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
