@@ -373,6 +373,8 @@ class ParallelConfig:
             pre-activations; with "block" it would only repeat a GEMM once more, and is ignored.
         exchange: how tokens reach the experts of other processes: "collective", by ``all_to_all_single``; "symmetric",
             by reading the memory of the other GPUs of one host; or "auto", "symmetric" where it is possible.
+        keep_received: with "symmetric", keep the tokens that a process' experts received for the backward, which pulls
+            them again otherwise.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -392,6 +394,7 @@ class ParallelConfig:
     between_micro_batches: Kept = "nothing"
     checkpointing: Checkpointing = "none"
     exchange: Exchange = "auto"
+    keep_received: bool = False
 
     def __post_init__(self) -> None:
         require_fields("parallel.", self, at_least={"replicate": 1, "expert": 1})

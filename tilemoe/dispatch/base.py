@@ -5,6 +5,7 @@ T tokens of this process · M tokens at its experts · d model width · E expert
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -39,18 +40,26 @@ class Sent:
     transport: Transport
     precision: str
 
+    def saving(self, x: Tensor) -> AbstractContextManager[object]:
+        """x itself is saved."""
+        return nullcontext()
+
 
 class Dispatched(NamedTuple):
     """The inputs of this process' experts; ``tilemoe.moe(x, w1, w2, plan, scores)`` is the output to combine.
 
-    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: what `combine` needs, None
-    if nothing was sent
+    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: what `combine` needs,
+    None if nothing was sent
     """
 
     x: Tensor
     plan: RoutingPlan
     scores: Tensor
     sent: Any
+
+    def saving(self) -> AbstractContextManager[object]:
+        """What autograd saves of x by operators in this block, it saves at the least memory."""
+        return nullcontext() if self.sent is None else self.sent.saving(self.x)
 
 
 class Dispatcher(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tilemoe.checks import require_choice
+from tilemoe.checks import require_bool, require_choice
 from tilemoe.config import EXCHANGES
 from tilemoe.dispatch.transport import Collective
 
@@ -19,13 +19,14 @@ class Transports:
     """The transport of one group. All ranks make it together when rows are first sent, because their device decides.
 
     ``exchange``: "collective", by ``all_to_all_single``; "symmetric", through windows in memory that all GPUs read;
-    "auto", the latter if it is possible. All layers share the window.
+    "auto", the latter if it is possible. All layers share the window. ``keep_received``: see `ParallelConfig`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
-        """ValueError: ``exchange`` is none of these."""
+    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto", keep_received: bool = False) -> None:
+        """ValueError: ``exchange`` is none of these, or the other no bool."""
         require_choice("exchange", exchange, EXCHANGES)
-        self.group, self.exchange = group, exchange
+        require_bool("keep_received", keep_received)
+        self.group, self.exchange, self.keep_received = group, exchange, keep_received
         self._made: dict[torch.device, Collective | Windows] = {}
 
     def of(self, device: torch.device) -> Collective | Windows:
@@ -41,7 +42,7 @@ class Transports:
 
         why = window.why_unsupported(self.group, device)
         if why is None:
-            return window.Windows(self.group, device)
+            return window.Windows(self.group, device, keep_received=self.keep_received)
         if self.exchange == "symmetric":
             raise ValueError(f"exchange='symmetric': {why}; pass 'auto' or 'collective'")
         return Collective(self.group)

@@ -1,9 +1,10 @@
-"""Windows in symmetric memory: opened by all ranks together, with room for what a step needs, and replaced by larger ones.
+"""Windows in symmetric memory: opened by all ranks together, with room for what a step needs, and replaced by larger
+ones.
 
 W ranks · T tokens, P pairs of this rank · Q pairs that it receives
 
-What a window has room for is fixed while it is open (`Limits`); what arrives is known on the device alone. What does not
-fit makes the layer's output NaN on every rank, and is kept in the window's state until `Windows.check` reads it.
+What a window has room for is fixed while it is open (`Limits`); what arrives is known on the device alone. What does
+not fit makes the layer's output NaN on every rank, and is kept in the window's state until `Windows.check` reads it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from tilemoe.dispatch.base import Dispatched
 from tilemoe.kernels.expert_parallel.window import (
@@ -31,8 +34,8 @@ from tilemoe.kernels.expert_parallel.window import (
     put_tokens,
 )
 from tilemoe.kernels.experts.formats.dense import compute_dtype
-from tilemoe.ops.window import OpenWindow, Places, from_experts, to_experts
-from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
+from tilemoe.ops.window import OpenWindow, Places, from_experts, to_experts, to_experts_again
+from tilemoe.plan import RoutingPlan, plan_of
 
 T = TypeVar("T")
 SLACK_ROWS = 1024  # of a window's capacity: few tokens are routed less evenly than many
@@ -52,7 +55,7 @@ def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | Non
 
 
 def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    from tilemoe.kernels.choose import why_no_triton
+    from tilemoe.runtime.device import why_no_triton
 
     if device.type != "cuda" or torch.version.hip is not None:
         return "symmetric memory needs NVIDIA GPUs"
@@ -109,9 +112,33 @@ class SentByWindow(NamedTuple):
     places: Places
     precision: str
     window: OpenWindow
+    keep_received: bool
+
+    def saving(self, received: Tensor) -> AbstractContextManager[object]:
+        """See `Dispatched`. In place of ``received`` (M_max, d) the node that made it is saved, which has x (T, d)."""
+        if self.keep_received or torch.compiler.is_compiling():
+            return nullcontext()
+        node: Any = received.grad_fn
+        if node is None:
+            return nullcontext()
+        address, shape = received.data_ptr(), received.shape
+
+        def pack(saved: Tensor) -> Any:
+            return node if saved.data_ptr() == address and saved.shape == shape else saved
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            x, *places = packed.saved_tensors
+            again: Tensor = to_experts_again(x.detach(), *places, self.precision, self.window)
+            return again
+
+        return saved_tensors_hooks(pack, unpack)
 
     def combine(self, o: Tensor) -> Tensor:
-        """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank order."""
+        """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank
+        order.
+        """
         total: Tensor = from_experts(o, *self.places, self.precision, self.window)
         return total
 
@@ -128,7 +155,9 @@ class Windows:
         device: torch.device,
         allocate: Callable[[dist.ProcessGroup, torch.device, int], Memory] = symmetric_memory,
         capacity: float = 1.5,
+        keep_received: bool = False,
     ) -> None:
+        self._keep_received = keep_received
         self._group, self._device, self._allocate, self._capacity = group, device, allocate, capacity
         self.here, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._window: OpenWindow | None = None
@@ -161,10 +190,9 @@ class Windows:
         window = self.with_room(plan.num_tokens, plan.num_pairs, s.element_size() // 4, row_bytes)
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         received, s, *rest = to_experts(x, s, *arrays, precision, window)
-        *arrays, rows_per_expert = rest[:6]
-        here = RoutingPlan(*arrays, plan.num_experts // self.ranks, received.shape[0], unchecked=True)
-        here.derived[ROWS_PER_EXPERT] = rows_per_expert
-        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window))
+        here = plan_of(tuple(rest[:5]), received.shape[0])
+        here.derived.rows_per_expert = rest[5]
+        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window, self._keep_received))
 
     def needed(self) -> tuple[int, int]:
         """(rows, tokens) that would have had to fit, 0 where all did; a host sync. The same on all ranks."""
@@ -201,7 +229,9 @@ class Windows:
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
 
     def _do_all_grow(self, tokens: int, pairs: int) -> bool:
-        """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's own."""
+        """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's
+        own.
+        """
         view = self._view()
         index = torch.zeros((view.layout.tokens - view.layout.sizes) // 4, dtype=torch.int32)
         index[2 * self.ranks : 2 * self.ranks + 2] = torch.tensor([tokens, pairs])
@@ -215,7 +245,9 @@ class Windows:
 
     def _problem(self, rows: int, tokens: int) -> str:
         if tokens:
-            return f"a process had {tokens} tokens, and those that share its experts have room for {self._limits.tokens}"
+            return (
+                f"a process had {tokens} tokens, and those that share its experts have room for {self._limits.tokens}"
+            )
         return (
             f"a process would have received {rows} rows, and has room for {self._limits.capacity}: outputs of that "
             f"step are NaN; call grow({rows})"
@@ -224,4 +256,3 @@ class Windows:
 
 def _rounded(count: int) -> int:
     return -(-count // _ROUNDED) * _ROUNDED
-

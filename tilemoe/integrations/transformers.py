@@ -144,19 +144,20 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if out is None:
         down_proj: Any = self.down_proj  # of all experts, where `weights` are those of this process
         here = dispatcher.dispatch(x, plan_topk(top_k_index, down_proj.shape[0]), top_k_weights)
-        out = moe(
-            here.x,
-            weights.w1,
-            weights.w2,
-            here.plan,
-            here.scores,
-            activation=activation.name,
-            gate_up=activation.gate_up,
-            b1=weights.b1,
-            b2=weights.b2,
-            activation_limit=activation.limit,
-            activation_alpha=activation.alpha,
-        )
+        with here.saving():
+            out = moe(
+                here.x,
+                weights.w1,
+                weights.w2,
+                here.plan,
+                here.scores,
+                activation=activation.name,
+                gate_up=activation.gate_up,
+                b1=weights.b1,
+                b2=weights.b2,
+                activation_limit=activation.limit,
+                activation_alpha=activation.alpha,
+            )
         out = dispatcher.combine(out, here)
     if out.dtype != hidden_states.dtype:
         out = out.to(hidden_states.dtype)

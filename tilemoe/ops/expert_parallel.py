@@ -33,9 +33,7 @@ def _place_sent(x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, *route
     kernels, like = kernels_for(given), given.row_of_pair
     token_of_copy = like.new_empty(given.num_tokens * given.ranks)
     words = like.new_empty(like.shape[0], 1 + scores.element_size() // 4)
-    copy_of_token, first_copy, position_of_pair = kernels.place_sent(
-        scores, sizes, before, token_of_copy, words, given
-    )
+    copy_of_token, first_copy, position_of_pair = kernels.place_sent(scores, sizes, before, token_of_copy, words, given)
     copies = kernels.copy_tokens(x, token_of_copy, sizes, given)
     return token_of_copy, copy_of_token, first_copy, words, position_of_pair, copies
 

@@ -1,10 +1,10 @@
 """Operators of expert parallelism through a window that all ranks read: tokens to their experts, and results back.
 
-T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that a rank receives · e experts of a rank · d model
-width
+T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that a rank receives · e experts of a rank · d
+model width
 
-Each operator is one exchange (`tilemoe.kernels.expert_parallel.window`); all ranks run the same ones in the same order. No
-value is read on the host, so they may be part of a CUDA graph, or of one of torch.compile.
+Each operator is one exchange (`tilemoe.kernels.expert_parallel.window`); all ranks run the same ones in the same
+order. No value is read on the host, so they may be part of a CUDA graph, or of one of torch.compile.
 """
 
 from __future__ import annotations
@@ -101,29 +101,28 @@ def _index_of(view: kernels.Window, like: Tensor, pairs: int) -> tuple[Tensor, T
 
 
 def _to_experts_fake(
-    x: Tensor, scores: Tensor, row_of_pair: Tensor, pair_of_row: Tensor, start: Any, row_start: Tensor, precision: str,
-    window: OpenWindow,
+    x: Tensor, scores: Tensor, row_of_pair: Tensor, pair_of_row: Tensor, start: Any, row_start_of_expert: Tensor,
+    precision: str, window: OpenWindow,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     view = window.view
     ranks, most, capacity = view.ranks, kernels.most_received(view.limits, view.ranks), view.limits.capacity
-    lengths = (
-        capacity, capacity, capacity, most + 1, (row_start.shape[0] - 1) // ranks + 1, (row_start.shape[0] - 1) // ranks,
-        kernels.AGREED * ranks, 4, most, x.shape[0] * ranks, row_of_pair.shape[0],
-    )  # fmt: skip
+    experts = (row_start_of_expert.shape[0] - 1) // ranks
+    plan = (capacity, capacity, capacity, most + 1, experts + 1, experts)
+    places = (kernels.AGREED * ranks, 4, most, x.shape[0] * ranks, row_of_pair.shape[0])
+    lengths = (*plan, *places)
     indices = (row_of_pair.new_empty(length) for length in lengths)
     return (x.new_empty(most, x.shape[1]), scores.new_empty(capacity), *indices)
 
 
 def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, ctx.window = args
-    ctx.num_tokens = args[0].shape[0]
-    ctx.save_for_backward(*output[-len(Places._fields) :])
+    ctx.save_for_backward(args[0], *output[-len(Places._fields) :])
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_scores = ctx.needs_input_grad[:2]
-    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *ctx.saved_tensors, ctx.window)
+    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *ctx.saved_tensors[1:], ctx.window)
     return dx_home if needs_x else None, ds_home if needs_scores else None
 
 
@@ -158,20 +157,20 @@ def _save_from_experts(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _from_experts_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    return (gradients_there(do.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.window),)
+    return (to_experts_again(do.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.window),)
 
 
-def _gradients_there(do: Tensor, *rest: Any) -> Tensor:
-    """do (T, d) -> (M_max, d), of the tokens at this rank's experts."""
+def _to_experts_again(x: Tensor, *rest: Any) -> Tensor:
+    """x or do (T, d) -> (M_max, d), of the tokens at this rank's experts."""
     *places, precision, window = rest
-    at, rows = Places(*places), _as_sent(do, precision)
+    at, rows = Places(*places), _as_sent(x, precision)
     kernels.put_tokens(window.view, rows, None)
     pulled = kernels.pull_rows(window.view, rows, at.agreed, at.counts, at.token_of_received)
-    return _as_given(pulled, do.dtype, precision)
+    return _as_given(pulled, x.dtype, precision)
 
 
-def _gradients_there_fake(do: Tensor, *rest: Any) -> Tensor:
-    return do.new_empty(Places(*rest[:-2]).token_of_received.shape[0], do.shape[1])
+def _to_experts_again_fake(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(Places(*rest[:-2]).token_of_received.shape[0], x.shape[1])
 
 
 def _as_sent(rows: Tensor, precision: str) -> Tensor:
@@ -213,11 +212,11 @@ from_experts = Operator(
     _ARGUMENTS,
     compiles_first=False,
 )
-gradients_there = Operator(
-    "gradients_there",
-    _gradients_there,
-    f"(Tensor do, {_PLACES}, str precision, str window) -> Tensor",
-    _gradients_there_fake,
+to_experts_again = Operator(
+    "to_experts_again",
+    _to_experts_again,
+    f"(Tensor x, {_PLACES}, str precision, str window) -> Tensor",
+    _to_experts_again_fake,
     _ARGUMENTS,
     compiles_first=False,
 )
@@ -225,4 +224,4 @@ to_experts.register_autograd(_to_experts_backward, _save_to_experts)
 from_experts.register_autograd(_from_experts_backward, _save_from_experts)
 _ONCE = "expert parallelism is differentiable once: take the first gradient without create_graph=True"
 gradients_home.refuse_autograd(_ONCE)
-gradients_there.refuse_autograd(_ONCE)
+to_experts_again.refuse_autograd(_ONCE)

@@ -42,6 +42,7 @@ def expert_parallel(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     exchange: str | Transports = "auto",
+    keep_received: bool = False,
 ) -> None:
     """Divide the experts of every MoE layer in ``module``, in place: of `tilemoe.MoE`, with adapters or without, and
     of transformers' models under ``experts_implementation="tilemoe"``.
@@ -67,6 +68,7 @@ def expert_parallel(
         offload_policy: likewise.
         exchange: how tokens are sent: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
             the group, which calls for parts of one model should share.
+        keep_received: see `ParallelConfig`; of no effect beside `Transports`, which have their own.
 
     Raises:
         ValueError: there is no MoE layer, or none that can be divided; the mesh has no dimension ``dim``, or not all
@@ -88,7 +90,9 @@ def expert_parallel(
         gradient_divide_factor = group_mesh.size()
     require_finite("gradient_divide_factor", gradient_divide_factor, positive=True)
     _check_sharding(reshard_after_forward, mp_policy, offload_policy, shares.size(shares.ndim - 1))
-    transports = exchange if isinstance(exchange, Transports) else Transports(group_mesh.get_group(), exchange)
+    transports = (
+        exchange if isinstance(exchange, Transports) else Transports(group_mesh.get_group(), exchange, keep_received)
+    )
     if group_mesh.size() == 1:
         return
     divide_experts(layers, group_mesh, transports, gradient_divide_factor)

@@ -60,7 +60,9 @@ def parallelize(
         model.reset_embeddings(generator)
     model.set_checkpointing(config.checkpointing)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
-    transports = None if meshes.experts is None else Transports(meshes.experts.get_group(EXPERT), config.exchange)
+    transports = None
+    if meshes.experts is not None:
+        transports = Transports(meshes.experts.get_group(EXPERT), config.exchange, config.keep_received)
     for block in blocks:
         if is_meta:
             _materialise(block, device)

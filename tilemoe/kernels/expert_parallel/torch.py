@@ -40,7 +40,8 @@ class Routed(NamedTuple):
 def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
     """Writes sizes (W, 2) int32, the numbers of tokens and pairs for each rank.
 
-    Returns, for `place_sent`, the pairs of each token for each rank (T, W) int64 (each implementation has its own form).
+    Returns, for `place_sent`, the pairs of each token for each rank (T, W) int64 (each implementation has its own
+    form).
     """
     _, rank = _experts_and_ranks(routed)
     pairs = torch.zeros(routed.num_tokens * (routed.ranks + 1), dtype=torch.int64, device=rank.device)

@@ -47,8 +47,8 @@ def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: in
 
 
 def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
-    """As `tilemoe.kernels.expert_parallel.torch.count_sent`, but returns (B, 2 W): copies and pairs for each rank in the
-    blocks of tokens before each.
+    """As `tilemoe.kernels.expert_parallel.torch.count_sent`, but returns (B, 2 W): copies and pairs for each rank in
+    the blocks of tokens before each.
     """
     like, ranks = routed.row_of_pair, routed.ranks
     device_of(like)
@@ -290,7 +290,8 @@ def place_received_kernel(
     pair_start_of_token, scores,
     RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_of_row, pair_of_row, row_of_pair, scores, of which there are Q of ``max_pairs``; pair_start_of_token (M + 1).
+    """token_of_row, pair_of_row, row_of_pair, scores, of which there are Q of ``max_pairs``; pair_start_of_token (M +
+    1).
     """
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,11 +1,12 @@
 """Exchanges between GPUs of one host through a window that each can read: no size is known to the host.
 
-W ranks · T tokens of this rank · M tokens it receives, of at most M_max · P pairs of this rank · Q pairs it receives, of
-at most Q_max · e experts of a rank · d width of a row
+W ranks · T tokens of this rank · M tokens it receives, of at most M_max · P pairs of this rank · Q pairs it receives,
+of at most Q_max · e experts of a rank · d width of a row
 
 An exchange: each rank puts rows into its own window (`put`), tells the others, and waits until all have put theirs.
-Then it pulls what it needs from their windows: tokens, to compute them (`pull_rows`), or a token's results from all ranks
-that had it, which are summed on the way (`pull_sums`). Two exchanges of T-row inputs and M-row results make a layer.
+Then it pulls what it needs from their windows: tokens, to compute them (`pull_rows`), or a token's results from all
+ranks that had it, which are summed on the way (`pull_sums`). Two exchanges of T-row inputs and M-row results make a
+layer.
 
 A window (`WindowLayout`) has a region for each kind of rows. ``state`` (int32) is this rank's alone: the number of the
 last exchange, two counters of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`).
@@ -41,12 +42,14 @@ MAX_RANKS = 16
 STATE = 8
 _LAST, _ARRIVED, _DONE, _REGION = 0, 1, 2, 3  # the last: of tokens, and the next one of results
 NEEDED_ROWS, NEEDED_TOKENS = 5, 6
-# Rows of what `agree` writes, W int32 each: for each rank, how many tokens and pairs came from it, and the first of them
-# here; where those for this rank begin there; what to add to the index of a copy or pair sent to it to find it there; and
-# the first pair sent to it, and their number.
+# Rows of what `agree` writes, W int32 each: for each rank, how many tokens and pairs came from it, and the first of
+# them here; where those for this rank begin there; what to add to the index of a copy or pair sent to it to find it
+# there; and the first pair sent to it, and their number.
 AGREED = 10
 _FLAG_BYTES = 4
-HEADER_BYTES = 2 * MAX_RANKS * _FLAG_BYTES  # of a window: which exchange each rank has entered, and has its rows ready for
+HEADER_BYTES = (
+    2 * MAX_RANKS * _FLAG_BYTES
+)  # of a window: which exchange each rank has entered, and has its rows ready for
 _CTAS_PER_SM = 4  # of the kernels that move rows: remote reads take microseconds, and many must be in flight
 _ALIGNMENT = 128
 _BLOCK = 4096  # elements that a CTA moves at a time
@@ -69,8 +72,9 @@ class Limits(NamedTuple):
 class WindowLayout(NamedTuple):
     """Where the regions of a window begin, in bytes; every rank's is the same.
 
-    sizes: 2 W + 2 int32, tokens and pairs for each rank, T and P · copies: W T_max int32, `place_sent`'s token_of_copy ·
-    words: P_max words of pairs · tokens: rows of T_max tokens · scores: Q_max scores' gradients · results: rows of M_max
+    sizes: 2 W + 2 int32, tokens and pairs for each rank, T and P · copies: W T_max int32, `place_sent`'s token_of_copy
+    · words: P_max words of pairs · tokens: rows of T_max tokens · scores: Q_max scores' gradients · results: rows of
+    M_max
     """
 
     sizes: int
@@ -128,10 +132,17 @@ def put_results(window: Window, rows: Tensor, scores: Tensor | None, counts: Ten
 
 
 def _put(
-    window: Window, rows: Tensor, at: int, more: Tensor | None, more_at: int, counts: Tensor | None, region: tl.constexpr
+    window: Window,
+    rows: Tensor,
+    at: int,
+    more: Tensor | None,
+    more_at: int,
+    counts: Tensor | None,
+    region: tl.constexpr,
 ) -> None:
     device = device_of(rows)
-    assert rows.is_contiguous() and (more is None or more.is_contiguous()), "moved as they lie"
+    assert rows.is_contiguous(), "moved as they lie"
+    assert more is None or more.is_contiguous(), "moved as they lie"
     moved = max(rows.numel(), 0 if more is None else more.numel())
     grid = max(1, min(ceil_div(moved, _BLOCK), _CTAS_PER_SM * device.multiprocessors))
     lengths = (rows.shape[0], rows.shape[1], 0 if more is None else more.numel())
@@ -144,8 +155,8 @@ def agree(window: Window) -> tuple[Tensor, Tensor, Tensor]:
     """After the put of a layer's first exchange: (agreed (10, W), counts (4,), came (W, 2)), int32.
 
     counts: M, Q, whether this exchange fails, and how many ranks have more tokens or pairs than the window has room
-    for, of which they then sent none. It fails for that, or if some rank would receive more than Q_max pairs; then M and
-    Q are 0, and ``state`` keeps the numbers needed. came: tokens and pairs from each rank.
+    for, of which they then sent none. It fails for that, or if some rank would receive more than Q_max pairs; then M
+    and Q are 0, and ``state`` keeps the numbers needed. came: tokens and pairs from each rank.
     """
     state, ranks, limits = window.state, window.ranks, window.limits
     agreed, counts, came = state.new_empty(AGREED * ranks), state.new_empty(4), state.new_empty(2 * ranks)
@@ -155,9 +166,7 @@ def agree(window: Window) -> tuple[Tensor, Tensor, Tensor]:
     return agreed, counts, came
 
 
-def plan_pulled(
-    window: Window, agreed: Tensor, counts: Tensor, came: Tensor, experts: int
-) -> tuple[Tensor, ...]:
+def plan_pulled(window: Window, agreed: Tensor, counts: Tensor, came: Tensor, experts: int) -> tuple[Tensor, ...]:
     """The plan of what arrives, as `plan_received`'s, for M_max tokens and Q_max pairs: token_of_row, pair_of_row,
     row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max); and
     token_of_received (M_max), each token's index on its own rank.
@@ -195,7 +204,17 @@ def pull_rows(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, toke
     if out.numel() == 0:
         return out
     columns = min(power_of_two(width), _BLOCK)
-    args = (window.addresses, agreed, counts, token_of_received, out, len(out), width, window.layout.tokens, window.here)
+    args = (
+        window.addresses,
+        agreed,
+        counts,
+        token_of_received,
+        out,
+        len(out),
+        width,
+        window.layout.tokens,
+        window.here,
+    )
     constants = {"RANKS": window.ranks, "ROWS": max(1, _BLOCK // columns), "BLOCK_D": columns}
     grid = ceil_div(_CTAS_PER_SM * device.multiprocessors, window.ranks) * window.ranks
     launch_of(pull_rows_kernel, (grid,), args, constants, num_warps=4).run()
@@ -218,9 +237,7 @@ def pull_sums(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, copy
     return out
 
 
-def pull_scores(
-    window: Window, like: Tensor, agreed: Tensor, position_of_pair: Tensor
-) -> Tensor:
+def pull_scores(window: Window, like: Tensor, agreed: Tensor, position_of_pair: Tensor) -> Tensor:
     """(P,) of ``like``'s dtype: the gradients of this rank's scores, 0 for pairs that were not sent.
 
     position_of_pair (P): `place_sent`'s.
