@@ -1,4 +1,6 @@
-"""Memory of `dispatch.window` for processes without GPUs: a file of each rank, which all map. Kernels are interpreted."""
+"""Memory of `dispatch.window` for processes without GPUs: a file of each rank, which all map. Kernels are
+interpreted.
+"""
 
 from collections.abc import Iterator
 from itertools import count
