@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tilemoe.dispatch.base import Dispatched
-from tilemoe.kernels.expert_parallel.window import (
+from tilemoe.kernels.expert_parallel.triton_window import (
     HEADER_BYTES,
     MAX_RANKS,
     NEEDED_ROWS,

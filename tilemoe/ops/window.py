@@ -3,7 +3,7 @@
 T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that a rank receives · e experts of a rank · d
 model width
 
-Each operator is one exchange (`tilemoe.kernels.expert_parallel.window`); all ranks run the same ones in the same
+Each operator is one exchange (`tilemoe.kernels.expert_parallel.triton_window`); all ranks run the same ones in the same
 order. No value is read on the host, so they may be part of a CUDA graph, or of one of torch.compile.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.kernels.choose import choose_packing
-from tilemoe.kernels.expert_parallel import window as kernels
+from tilemoe.kernels.expert_parallel import triton_window as kernels
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.ops.expert_parallel import kernels_for
 from tilemoe.runtime.operator import Arguments, Operator
