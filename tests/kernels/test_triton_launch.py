@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilemoe.kernels.experts.triton.backend import aligned_rows as by_token
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows as by_token
 from tilemoe.runtime import launch
 
 

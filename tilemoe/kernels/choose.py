@@ -26,7 +26,6 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.formats.fp8 import pack_rows, unpack_rows
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.table import ROWS
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
 from tilemoe.kernels.plan.torch import sort_by_expert
@@ -96,7 +95,7 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
     widths = () if cfg is None else (cfg.hidden_size, cfg.intermediate_size)
     chosen = choose_experts(found, dtype, widths, "bf16" if cfg is None else cfg.precision)
     layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))
-    serves = next(row.serves for row in ROWS if row.name == chosen.name)
+    serves = next(row.serves for row in table.ROWS if row.name == chosen.name)
     return Choice(chosen.name, chosen.impl, f"{serves} {found.type}, {dtype}{layer}: {chosen.reason}")
 
 
@@ -111,12 +110,12 @@ def choose_experts(
     if chosen.name == "torch":  # whatever the widths
         return chosen
     # Not the widths are a key, which may be symbolic, but what speaks against them.
-    whys = tuple([row.why_not_layer(dtype, *widths) for row in ROWS if row.precision == precision])
+    whys = tuple([row.why_not_layer(dtype, *widths) for row in table.ROWS if row.precision == precision])
     chosen = _experts_on(device, dtype, precision, whys)
     if chosen.impl is not None:
         return chosen
     instead = choose_experts(device, dtype, widths)
-    reason = f"not in FP8 ({chosen.reason}): change that, or set precision='bf16'; {instead.reason}"
+    reason = f"not in {precision.upper()} ({chosen.reason}): change that, or set precision='bf16'; {instead.reason}"
     return Choice(instead.name, instead.impl, reason)
 
 
@@ -132,7 +131,7 @@ def _known_experts_on(device: torch.device, dtype: torch.dtype, precision: str, 
 
     impl is None, with the reason of the precision's first row, where no row serves.
     """
-    rows = [row for row in ROWS if row.precision == precision]
+    rows = [row for row in table.ROWS if row.precision == precision]
     against = list[str]()
     for row, why in zip(rows, whys or [None] * len(rows), strict=True):
         found = row.why_not(device, dtype, why)

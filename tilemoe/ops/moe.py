@@ -112,8 +112,9 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
     """
     if kernels is None:
         chosen = choose_experts(like.device, like.dtype, widths, precision)
-        if precision == "fp8" and chosen.name != "hopper_fp8":  # it is not served, or emulated
-            warn_once(f"precision='fp8': experts in {like.dtype} by {chosen.name}, {chosen.reason}")
+        if precision != "bf16" and (type(chosen.impl).precision != precision or like.device.type == "cpu"):
+            # It is not served, or emulated.
+            warn_once(f"precision={precision!r}: experts in {like.dtype} by {chosen.name}, {chosen.reason}")
         return chosen.impl
     backend = backend_of(kernels)
     computes_in = type(backend).precision  # of the class, which torch.compile treats as a constant
@@ -122,9 +123,10 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
             "leave kernels out"
         )
-    why = fp8.why_not(like.dtype, *widths) if precision == "fp8" else None
+    operands = type(backend).format
+    why = None if operands is None else operands.why_not(like.dtype, *widths)
     if why is not None:
-        raise ValueError(f"kernels={backend.name!r} cannot serve precision='fp8': {why}; leave one of them out")
+        raise ValueError(f"kernels={backend.name!r} cannot serve precision={precision!r}: {why}; leave one of them out")
     return backend
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
-from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
+from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 
@@ -57,6 +57,7 @@ class Backend(ABC):
     # One of `tilemoe.config.PRECISIONS`, for the GEMMs' operands. With "fp8", x and do are also exchanged between
     # processes in e4m3, with one scale per token.
     precision: ClassVar[str] = "bf16"
+    format: ClassVar[Format | None] = None  # what the operands are quantised to; None: they are read as they are
     # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`. Used with precision "bf16" only.
     reads_nf4: ClassVar[bool] = False
     # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
@@ -69,14 +70,22 @@ class Backend(ABC):
 
     def rows_operand(self, rows: Tensor) -> GemmOperand:
         """dh (R_max, w) as `up_proj_dgrad` is to read it: made once, for all slices of d."""
-        return rows
+        return rows if self.format is None else self.format.rows_for("up_proj_dgrad", rows)
 
     def weight_operand(self, weight: Tensor, contracted: int) -> WeightOperand:
         """A weight (E, p, q) as `down_proj` or `up_proj_dgrad` is to read it, made once for all slices of d.
 
         The result is indexed as the weight would be. contracted: the dimension, 1 or 2, that the GEMM contracts.
         """
-        return weight
+        if self.format is None:
+            return weight
+        return self.format.weight_for("down_proj" if contracted == 2 else "up_proj_dgrad", weight)
+
+    def operands(self, gemm: str, rows: GemmOperand, weight: WeightOperand) -> tuple[GemmOperand, WeightOperand]:
+        """Rows and a weight as ``gemm`` reads them, in the backend's format."""
+        if self.format is None:
+            return rows, weight
+        return self.format.rows_for(gemm, rows), self.format.weight_for(gemm, weight)
 
     @abstractmethod
     def up_proj_act(

@@ -93,7 +93,8 @@ def class_of(row: Row) -> type[Backend]:
     if cls.name == row.name:
         return cls
     invariance = row.batch_invariance or cls.batch_invariance
-    data = {"name": row.name, "precision": row.precision, "batch_invariance": invariance}
+    of = None if row.format is None else import_module(row.format)
+    data = {"name": row.name, "precision": row.precision, "format": of, "batch_invariance": invariance}
     return type(f"{attribute}:{row.name}", (cls,), data)
 
 

@@ -26,7 +26,9 @@ class Row(NamedTuple):
     because: why it is taken; None: because of what speaks against the row before.
     why_not_layer: ``(dtype, d, n)``, or only a dtype; torch.compile traces it.
     why_not: ``(device, dtype, why_not_layer's answer)``, its own reasons and that one in the order they are said in.
+    format: the module, a `Format`, that makes its GEMMs' operands; None: they are read as they are.
     batch_invariance: where the architecture's own is not meant.
+    needs_triton: whether importing the architecture does.
     """
 
     name: str
@@ -36,11 +38,9 @@ class Row(NamedTuple):
     because: str | None
     why_not_layer: Callable[..., WhyNot]
     why_not: Callable[[torch.device, torch.dtype, WhyNot], WhyNot]
+    format: str | None = None
     batch_invariance: str | None = None
-
-    @property
-    def needs_triton(self) -> bool:
-        return ".torch." not in self.architecture
+    needs_triton: bool = True
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, why: WhyNot = None) -> WhyNot:
@@ -104,7 +104,7 @@ ROWS = (
         _why_not_hopper,
     ),
     Row("triton", TRITON, "bf16", "Triton kernels serve", None, _why_not_widths, why_not_triton),
-    Row("torch", TORCH, "bf16", "plain PyTorch runs on any device, for", None, _nothing, _nothing),
+    Row("torch", TORCH, "bf16", "plain PyTorch runs on any device, for", None, _nothing, _nothing, needs_triton=False),
     Row(
         "hopper_fp8",
         HOPPER,
@@ -113,6 +113,7 @@ ROWS = (
         "FP8 is asked for, and the GPU has compute capability 9.0",
         fp8.why_not,
         _why_not_hopper_fp8,
+        f"{_HOME}.triton.fp8",
         batch_invariance="yes on an H100, bf16",
     ),
     Row(
@@ -123,5 +124,7 @@ ROWS = (
         "FP8 is asked for; on a CPU it is emulated, not faster",
         fp8.why_not,
         _why_not_emulated,
+        fp8.__name__,
+        needs_triton=False,
     ),
 )

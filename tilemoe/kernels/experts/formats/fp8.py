@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.config import FP8_BLOCK, quantizes_wgrad
 from tilemoe.kernels.experts.formats.dense import row_blocks
-from tilemoe.kernels.experts.formats.operand import Operand
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand, contracted_by
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.precompile import withholds_values
 from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
@@ -104,14 +104,19 @@ def why_not(dtype: torch.dtype, *widths: int) -> str | None:
     return None
 
 
-def rows_for(gemm: str, rows: Tensor) -> Operand:
+def rows_for(gemm: str, rows: GemmOperand) -> Operand:
     """x, a, do or dh as ``gemm`` reads it: with a scale for each 1 x 128 of a, for each row of the others."""
+    if isinstance(rows, Operand):
+        return rows
     return quantize(rows, ROWS if gemm == "down_proj" else (1, rows.shape[1]))
 
 
-def weight_for(gemm: str, weight: Tensor) -> Operand:
+def weight_for(gemm: str, weight: WeightOperand) -> Operand:
     """w1 or w2 as ``gemm`` reads it: with a scale for each 128 x 128 in down_proj, for each output column elsewhere."""
-    return quantize(weight, WEIGHTS if gemm == "down_proj" else weight_block(weight, 2 if gemm == "up_proj_act" else 1))
+    if isinstance(weight, Operand):
+        return weight
+    assert isinstance(weight, Tensor), "a packed weight is not quantised again"
+    return quantize(weight, WEIGHTS if gemm == "down_proj" else weight_block(weight, contracted_by(gemm)))
 
 
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:

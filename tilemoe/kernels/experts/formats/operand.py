@@ -6,7 +6,7 @@ E experts · p, q an operand's last two dimensions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ def blocks_of(part: slice, size: int) -> slice:
     return slice(start, stop)
 
 
+def contracted_by(gemm: str) -> int:
+    """The dimension, 1 or 2, of a weight (E, p, q) that a GEMM contracts."""
+    return 2 if gemm in ("up_proj_act", "down_proj") else 1
+
+
 class PackedWeight(Protocol):
     """A frozen weight (E, p, q) stored in fewer bits than a GEMM multiplies: what each such format provides.
 
@@ -80,19 +85,23 @@ WeightOperand: TypeAlias = Tensor | Operand | PackedWeight
 
 
 class Format(Protocol):
-    """A format that tensors are quantised to for a GEMM, a module of this folder: how, for each GEMM, in PyTorch.
+    """A format that tensors are quantised to for a GEMM: a module of this folder in plain PyTorch, and beside the
+    kernels that read it one that makes the same faster. A row of `tilemoe.kernels.experts.table` names the module.
 
-    ``gemm``: one of `tilemoe.kernels.experts.triton.configs.KERNELS`.
+    ``gemm``: one of `tilemoe.kernels.experts.triton.configs.KERNELS`. What is an `Operand` is returned as it is.
     """
 
     def why_not(self, dtype: torch.dtype, *widths: int) -> str | None:
         """Why operands of this dtype, of a layer with these d and n, cannot be made; None if they can."""
 
-    def rows_for(self, gemm: str, rows: Tensor) -> Operand:
+    def rows_for(self, gemm: str, rows: GemmOperand) -> Operand:
         """x, a, do or dh as the GEMM reads it."""
 
-    def weight_for(self, gemm: str, weight: Tensor) -> Operand:
+    def weight_for(self, gemm: str, weight: WeightOperand) -> Operand:
         """w1 or w2 as the GEMM reads it."""
 
-    def wgrad_operands(self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
-        """x or do, and dh or a_scaled, as a weight gradient multiplies them."""
+    def quantizes_wgrad(self, rows: int, columns: int) -> bool:
+        """Whether a weight gradient of these widths reads the format, or tensors as they are."""
+
+    def wgrad_operands(self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Any:
+        """x or do, and dh or a_scaled, as the weight gradients of the module's architecture read them."""

@@ -20,18 +20,14 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.config import quantizes_wgrad
-from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.hopper import configs, host, serves
-from tilemoe.kernels.experts.hopper.configs import FP8_TILE, TILES, is_faster, tile_of
-from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, has_aligned_rows, score_grad
+from tilemoe.kernels.experts.hopper.configs import is_faster, tile_of
+from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
-from tilemoe.kernels.experts.triton.descriptors import can_describe, can_describe_rows
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe, can_describe_rows, has_aligned_rows
 from tilemoe.kernels.experts.triton.host import split_parts
-from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_blocks, quantized_rows, row_weight
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton.transpose import wgrad_operands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
@@ -45,17 +41,9 @@ class HopperBackend(TritonBackend):
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         why = super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)
-        if why is not None or not self._is_fp8:
+        if why is not None or self.format is None:
             return why
-        return fp8.why_not(dtype, *widths) or _why_not_dtype(dtype)
-
-    def rows_operand(self, rows: Tensor) -> GemmOperand:
-        return quantized_rows(rows.contiguous()) if self._is_fp8 else rows
-
-    def weight_operand(self, weight: Tensor, contracted: int) -> WeightOperand:
-        if not self._is_fp8:
-            return weight
-        return block_weight(weight) if contracted == 2 else row_weight(weight, 1)
+        return self.format.why_not(dtype, *widths) or _why_not_dtype(dtype)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -63,33 +51,25 @@ class HopperBackend(TritonBackend):
         rows: GemmOperand = do
         weight: GemmOperand = w2
         device: Device | None
-        if self._is_fp8 and plan.capacity:
-            device, do, h, tile_m = _fp8_device(do), aligned_rows(do), h.contiguous(), FP8_TILE.block_m
-            rows, weight = quantized_rows(do), row_weight(w2, 1)
+        if self.format is not None and plan.capacity:
+            device, do, h = self._quantized_device(do), aligned_rows(do), h.contiguous()
+            rows = self.format.rows_for("down_proj_dgrad_dact", do)
+            weight = self.format.weight_for("down_proj_dgrad_dact", w2)
         else:
-            device, tile_m = (
-                _device("down_proj_dgrad_dact", do, plan, *w2.shape[1:]),
-                TILES["down_proj_dgrad_dact"].block_m,
-            )
+            device = _device("down_proj_dgrad_dact", do, plan, *w2.shape[1:])
             if device is None or not (
                 has_aligned_rows(do) and describable_weight(w2, device) and can_describe_rows(device, h)
             ):
                 return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+        tile_m = host.tile_for("down_proj_dgrad_dact", weight).block_m
         tiles = listed_tiles(plan, tile_m)
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(rows, weight, h, s, plan, tiles, spec, device)
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
 
-    @property
-    def _is_fp8(self) -> bool:
-        return self.precision == "fp8"
-
-    def _small_m(self, plan: RoutingPlan) -> int | None:
-        return None if self._is_fp8 else super()._small_m(plan)
-
     def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
-        # What a GEMM with FP8 operands reads of dh is rounded, db1 is not.
-        is_rounded = self._is_fp8 and quantizes_wgrad(x.shape[1], dh.shape[1])
+        # What a GEMM with quantised operands reads of dh is rounded, db1 is not.
+        is_rounded = self.format is not None and self.format.quantizes_wgrad(x.shape[1], dh.shape[1])
         return super()._sums_beside_grad(x, dh) and not is_rounded
 
     def _up_proj_act(
@@ -98,19 +78,19 @@ class HopperBackend(TritonBackend):
         rows: GemmOperand = x
         weight: GemmOperand = w1
         device: Device | None
-        if self._is_fp8 and plan.capacity:
-            device, tile_m = _fp8_device(x), FP8_TILE.block_m
-            rows, weight = quantized_rows(aligned_rows(x)), row_weight(w1, 2)
+        if self.format is not None and plan.capacity:
+            device = self._quantized_device(x)
+            rows, weight = self.format.rows_for("up_proj_act", x), self.format.weight_for("up_proj_act", w1)
         else:
             d, n = x.shape[1], w1.shape[1] // spec.width_factor
             following = _device("down_proj", x, plan, n, d)
             if following is not None:  # one launch lists the tiles of both projections, whichever kernels they take
                 listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
-            device, tile_m = _device("up_proj_act", x, plan, d, n), TILES["up_proj_act"].block_m
+            device = _device("up_proj_act", x, plan, d, n)
             parts = split_parts(w1, spec).transpose(2, 3)
             if device is None or not (has_aligned_rows(x) and describable_weight(parts, device)):
                 return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
-        tiles = listed_tiles(plan, tile_m)
+        tiles = listed_tiles(plan, host.tile_for("up_proj_act", weight).block_m)
         launch, a, h = host.up_proj_act_launch(rows, weight, _aligned_bias(b1), plan, tiles, spec, keep_h, device)
         launch.run()
         return a, h
@@ -119,8 +99,7 @@ class HopperBackend(TritonBackend):
         self, kernel: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
     ) -> Tensor:
         device: Device | None
-        if self._is_fp8:
-            rows, weight = _quantized(kernel, rows, weight)
+        if isinstance(rows, Operand) and isinstance(weight, Operand):
             assert rows.block[1] == weight.block[0], "as many scales along the contraction"
             if plan.capacity == 0:
                 return weight.scale.new_empty(0, weight.data.shape[2], dtype=weight.dtype)
@@ -131,7 +110,7 @@ class HopperBackend(TritonBackend):
                 return super()._rows(kernel, rows, weight, bias, plan)
         else:
             return super()._rows(kernel, rows, weight, bias, plan)
-        tiles = listed_tiles(plan, host.rows_tile(kernel, weight).block_m)
+        tiles = listed_tiles(plan, host.tile_for(kernel, weight).block_m)
         launch, out = host.rows_launch(kernel, rows, weight, _aligned_bias(bias), plan, tiles, device)
         launch.run()
         return out
@@ -147,9 +126,10 @@ class HopperBackend(TritonBackend):
         sums: Tensor | None = None,
     ) -> None:
         widths = by_token.shape[1], by_row.shape[1]
-        if self._is_fp8 and plan.capacity and quantizes_wgrad(*widths) and describable_weight(out, device_of(out)):
+        is_read = self.format is not None and self.format.quantizes_wgrad(*widths)
+        if self.format is not None and is_read and plan.capacity and describable_weight(out, device_of(out)):
             assert sums is None, "`_sums_beside_grad` says that none are made"
-            for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
+            for operands in self.format.wgrad_operands(by_token, by_row, plan):
                 host.fp8_wgrad_launch(operands, out, plan, device_of(out), adds).run()
             return
         device = _device(kernel, by_row, plan, *widths)
@@ -159,6 +139,14 @@ class HopperBackend(TritonBackend):
             super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
         else:
             host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds, sums).run()
+
+    def _quantized_device(self, rows: Tensor) -> Device:
+        """The device of ``rows``. ValueError if the kernels with quantised operands do not support it or the dtype."""
+        device = device_of(rows)
+        why = configs.why_unsupported(device, triton.__version__) or _why_not_dtype(rows.dtype)
+        if why is not None:
+            raise ValueError(f"kernels={self.name!r}: {why}; pass kernels=None")
+        return device
 
 
 def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, width_out: int) -> Device | None:
@@ -173,25 +161,6 @@ def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, widt
     if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
         return None
     return device if is_faster(kernel, width_in, width_out) else None
-
-
-def _quantized(kernel: Kernel, rows: GemmOperand, weight: WeightOperand) -> tuple[Operand, Operand]:
-    """Rows (R_max, p) and weight (E, p, q) of down_proj and up_proj_dgrad, contiguous along p."""
-    assert isinstance(weight, Tensor | Operand), "weights in NF4 are for precision bf16"
-    if kernel == "down_proj":
-        rows = rows if isinstance(rows, Operand) else quantized_blocks(rows.contiguous(), fp8.BLOCK)
-        return rows, block_weight(weight.transpose(1, 2)).transpose(1, 2)
-    rows = rows if isinstance(rows, Operand) else quantized_rows(rows.contiguous())
-    return rows, row_weight(weight, 1)
-
-
-def _fp8_device(rows: Tensor) -> Device:
-    """The device of ``rows``. ValueError if the FP8 kernels do not support the device or the dtype."""
-    device = device_of(rows)
-    why = configs.why_unsupported(device, triton.__version__) or _why_not_dtype(rows.dtype)
-    if why is not None:
-        raise ValueError(f"kernels='hopper_fp8': {why}; pass kernels=None")
-    return device
 
 
 def _why_not_dtype(dtype: torch.dtype) -> str | None:

@@ -62,9 +62,9 @@ def rows_launch(
     """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
     plus bias (E, q).
 
-    weight: p or q contiguous; p in FP8. bias: q contiguous. tiles: of `rows_tile`'s block_m.
+    weight: p or q contiguous; p in FP8. bias: q contiguous. tiles: of `tile_for`'s block_m.
     """
-    tile = rows_tile(kernel, weight)
+    tile = tile_for(kernel, weight)
     left, right = _moved(rows), _moved(weight)
     p, q = right.shape[1:]
     out = left.new_empty(plan.capacity, q)
@@ -88,11 +88,12 @@ def rows_launch(
     return hopper_launch(gemm_rows_kernel, grid, args, constants, tile), out
 
 
-def rows_tile(kernel: Kernel, weight: Tensor | Operand) -> TileConfig:
-    """The tile of down_proj and up_proj_dgrad for a weight (E, p, q)."""
-    if isinstance(weight, Operand):
-        return configs.fp8_rows_tile(weight.data.shape[1])
-    return tile_of(kernel, weight.shape[1])
+def tile_for(kernel: Kernel, weight: Tensor | Operand) -> TileConfig:
+    """The tile of a GEMM over rows; of down_proj and up_proj_dgrad for a weight (E, p, q)."""
+    if isinstance(weight, Tensor):
+        return tile_of(kernel, weight.shape[1])
+    is_gathered = kernel in ("up_proj_act", "down_proj_dgrad_dact")
+    return configs.FP8_TILE if is_gathered else configs.fp8_rows_tile(weight.data.shape[1])
 
 
 def up_proj_act_launch(
@@ -113,7 +114,7 @@ def up_proj_act_launch(
     n = parts * width // spec.width_factor
     a = _empty_a(x, plan.capacity, n)
     h = source.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n)
-    tile = TILES["up_proj_act"] if isinstance(x, Tensor) else configs.FP8_TILE
+    tile = tile_for("up_proj_act", w1)
     columns = tile.block_n // parts
     column_tiles = ceil_div(width, columns)
     right, k_major = weight_descriptor(weight, columns)
@@ -144,7 +145,7 @@ def dgrad_dact_launch(
     """
     source, weight = _moved(do), _moved(w2)
     d, n = weight.shape[1:]
-    tile = TILES["down_proj_dgrad_dact"] if isinstance(do, Tensor) else configs.FP8_TILE
+    tile = tile_for("down_proj_dgrad_dact", w2)
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)

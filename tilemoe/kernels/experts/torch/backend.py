@@ -13,23 +13,19 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
-from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype, row_blocks
-from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.plan import RoutingPlan
 
-# By precision; operands of one that is not here are read as they are. No function stands for that: a call costs time.
-_FORMATS: MappingProxyType[str, Format] = MappingProxyType({"fp8": fp8})
 _AS_GIVEN = "in this precision operands are tensors, and frozen weights may be packed"
 
 
@@ -42,13 +38,13 @@ class TorchBackend(Backend):
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         if dtype not in FLOAT_DTYPES:
             return f"no kernel computes in {dtype}"
-        return _FORMATS[self.precision].why_not(dtype, *widths) if self.precision in _FORMATS else None
+        return None if self.format is None else self.format.why_not(dtype, *widths)
 
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
         rows, weight, bias = x, w1, b1
-        if self.precision in _FORMATS:
+        if self.format is not None:  # asked here, because a call costs time
             rows, weight, bias = self._read("up_proj_act", x, w1, b1)
         h = rows_times_experts(rows, weight.transpose(1, 2), bias, plan, index=plan.token_of_row)
         a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
@@ -65,7 +61,7 @@ class TorchBackend(Backend):
         return rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
 
     def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        if self.precision in _FORMATS:
+        if self.format is not None:
             rows, weight, bias = self._read("down_proj", a, w2, b2)
             return rows_times_experts(rows, weight.transpose(1, 2), bias, plan).to(a.dtype)
         assert isinstance(a, Tensor), _AS_GIVEN
@@ -83,7 +79,7 @@ class TorchBackend(Backend):
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, weight = do, w2
-        if self.precision in _FORMATS:
+        if self.format is not None:
             rows, weight, _ = self._read("down_proj_dgrad_dact", do, w2, None)
         da_unscaled = rows_times_experts(rows, weight, None, plan, index=plan.token_of_row)
         dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
@@ -105,7 +101,7 @@ class TorchBackend(Backend):
         return self._weight_grad(do, a_scaled, plan, column_major, out)
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
-        if self.precision in _FORMATS:
+        if self.format is not None:
             rows, weight, _ = self._read("up_proj_dgrad", dh, w1, None)
             return rows_times_experts(rows, weight, None, plan).to(dh.dtype)
         assert isinstance(dh, Tensor), _AS_GIVEN
@@ -144,8 +140,8 @@ class TorchBackend(Backend):
     ) -> Tensor:
         """(E, p, q) of by_token (T, p), gathered, and by_row (R_max, q), or ``out`` after it was added to."""
         left, right = by_token, by_row
-        if self.precision in _FORMATS:
-            left, right = _FORMATS[self.precision].wgrad_operands(by_token, by_row, plan)
+        if self.format is not None:
+            left, right = self.format.wgrad_operands(by_token, by_row, plan)
         if column_major:  # the transposed product, row-major
             to = None if out is None else out.transpose(1, 2)
             grad = outer_per_expert(right, left, plan, right_index=plan.token_of_row, out=to).transpose(1, 2)
@@ -156,11 +152,10 @@ class TorchBackend(Backend):
     def _read(
         self, gemm: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the GEMM multiplies and adds, in fp32: operands in the precision's format, made dense."""
-        of = _FORMATS[self.precision]
-        assert isinstance(weight, Tensor | Operand), "weights in NF4 are for precision bf16"
-        rows = of.rows_for(gemm, rows) if isinstance(rows, Tensor) else rows
-        weight = of.weight_for(gemm, weight) if isinstance(weight, Tensor) else weight
+        """What the GEMM multiplies and adds, in fp32: operands in the backend's format, made dense."""
+        rows, weight = self.operands(gemm, rows, weight)
+        assert isinstance(rows, Operand), "what a format makes"
+        assert isinstance(weight, Operand), "what a format makes"
         return rows.dense(torch.float32), weight.dense(torch.float32), None if bias is None else bias.float()
 
 

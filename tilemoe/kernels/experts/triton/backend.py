@@ -19,7 +19,8 @@ from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, Weight
 from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
-from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
+from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, why_unsupported
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows
 from tilemoe.kernels.experts.triton.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
@@ -71,7 +72,8 @@ class TritonBackend(Backend):
         return dequantized_rows(h)
 
     def down_proj(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
+        rows, weight = self.operands("down_proj", a, w2)
+        return self._rows("down_proj", rows, weight.transpose(1, 2), b2, plan)
 
     def down_proj_inference(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         block_m = self._small_m(plan)
@@ -108,7 +110,7 @@ class TritonBackend(Backend):
         return dw2
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
-        return self._rows("up_proj_dgrad", dh, w1, None, plan)
+        return self._rows("up_proj_dgrad", *self.operands("up_proj_dgrad", dh, w1), None, plan)
 
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
@@ -139,8 +141,8 @@ class TritonBackend(Backend):
         return self._up_proj_wgrad(x, dh, plan, column_major, out, db1), db1
 
     def _small_m(self, plan: RoutingPlan) -> int | None:
-        """The tile height of inference with few rows; None: as in training."""
-        return small_m(plan.capacity, plan.num_experts)
+        """The tile height of inference with few rows, whose kernels read dense operands; None: as in training."""
+        return small_m(plan.capacity, plan.num_experts) if self.format is None else None
 
     def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
         """Whether up_proj_wgrad's kernel may sum dh, too: not in fp32, which tensor cores would round to tf32."""
@@ -256,16 +258,3 @@ def _check(rows: Tensor, *widths: int) -> Device:
     if why is not None:
         raise ValueError(f"kernels='triton': {why}; pass kernels=None or 'torch'")
     return device_of(rows)
-
-
-def aligned_rows(t: Tensor) -> Tensor:
-    """``t`` (rows, width) if its rows are aligned, else a copy, for operands that are read by pointer.
-
-    cp.async needs at least 4 bytes: Triton's fallback for narrower loads takes more shared memory than there is.
-    """
-    return t if has_aligned_rows(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-def has_aligned_rows(t: Tensor) -> bool:
-    """Whether each row of ``t`` (rows, width) can be read 16 bytes at a time."""
-    return t.stride(1) == 1 and t.stride(0) % WIDTH_MULTIPLE == 0 and t.data_ptr() % 16 == 0

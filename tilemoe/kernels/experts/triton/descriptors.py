@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -32,6 +33,19 @@ def can_describe(t: Tensor, device: Device) -> bool:
 def can_describe_rows(device: Device, *tensors: Tensor) -> bool:
     """Whether all of these row-major matrices can have (ragged) descriptors."""
     return all(can_describe(t, device) and t.shape[0] <= RAGGED_EXTENT for t in tensors)
+
+
+def aligned_rows(t: Tensor) -> Tensor:
+    """``t`` (rows, width) if its rows are aligned, else a copy, for operands that are read by pointer.
+
+    cp.async needs at least 4 bytes: Triton's fallback for narrower loads takes more shared memory than there is.
+    """
+    return t if has_aligned_rows(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def has_aligned_rows(t: Tensor) -> bool:
+    """Whether each row of ``t`` (rows, width) can be read 16 bytes at a time."""
+    return t.stride(1) == 1 and t.stride(0) % WIDTH_MULTIPLE == 0 and t.data_ptr() % 16 == 0
 
 
 def weight_argument(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:

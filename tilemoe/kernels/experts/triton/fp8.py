@@ -1,0 +1,38 @@
+"""`formats.fp8` by Triton's kernels: rows quantised in each call, weights once for each block until they change.
+
+T tokens · E experts · R_max static row capacity · p, q an operand's last two dimensions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from tilemoe.config import quantizes_wgrad
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, why_not
+from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand, contracted_by
+from tilemoe.kernels.experts.triton import transpose
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows
+from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_blocks, row_weight
+from tilemoe.plan import RoutingPlan
+
+__all__ = ["quantizes_wgrad", "rows_for", "weight_for", "wgrad_operands", "why_not"]
+
+
+def rows_for(gemm: str, rows: GemmOperand) -> Operand:
+    """x, a, do or dh (., p)."""
+    if isinstance(rows, Operand):
+        return rows
+    return quantized_blocks(aligned_rows(rows), BLOCK if gemm == "down_proj" else rows.shape[1])
+
+
+def weight_for(gemm: str, weight: WeightOperand) -> Operand:
+    """w1 or w2 (E, p, q), contiguous along the contraction."""
+    assert isinstance(weight, Tensor | Operand), "weights in NF4 are for precision bf16"
+    return block_weight(weight) if gemm == "down_proj" else row_weight(weight, contracted_by(gemm))
+
+
+def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[transpose.WgradOperands]:
+    """Of by_token (T, p) and by_row (R_max, q), p and q multiples of 128: see `transpose.wgrad_operands`."""
+    return transpose.wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan)
