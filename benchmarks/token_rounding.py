@@ -142,31 +142,28 @@ def problem_of_experts(layer: tilemoe.MoE, x: Tensor, do: Tensor, plan: RoutingP
 def whole_step(layer: tilemoe.MoE, x: Tensor, do: Tensor, ahead: Callable[[], None] = lambda: None) -> timing.Step:
     """The layer as a model calls it. Every gradient is made anew."""
     inputs = [x, layer.router.weight, layer.experts.w1, layer.experts.w2]
-    return timing.forward_and_backward(lambda: layer(x).hidden, inputs, do, ahead)
+    return timing.forward_and_backward(lambda: layer(x).hidden, inputs, do, ahead=ahead)
 
 
 def parts_step(layer: tilemoe.MoE, x: Tensor, do: Tensor, ahead: Callable[[], None]) -> timing.Step:
     """The same in six parts."""
 
-    def step() -> list[timing.Event]:
-        ahead()
-        events = [timing.event()]
+    def work() -> Iterator[object]:
         logits, handed_on = layer.router(x)
-        events.append(timing.event())
+        yield
         leaf = logits.detach().requires_grad_()
         routing = tilemoe.route(leaf, layer.cfg)
-        events.append(timing.event())
+        yield
         inner, scores = handed_on.detach().requires_grad_(), routing.scores.detach().requires_grad_()
         out = layer.experts(inner, routing.plan, scores)
-        events.append(timing.event())
+        yield
         d_inner, *_, d_scores = torch.autograd.grad(out, [inner, layer.experts.w1, layer.experts.w2, scores], do)
-        events.append(timing.event())
+        yield
         (d_logits,) = torch.autograd.grad(routing.scores, leaf, d_scores)
-        events.append(timing.event())
-        torch.autograd.grad((logits, handed_on), [x, layer.router.weight], (d_logits, d_inner))
-        return [*events, timing.event()]
+        yield
+        yield torch.autograd.grad((logits, handed_on), [x, layer.router.weight], (d_logits, d_inner))
 
-    return step
+    return timing.in_parts(work, ahead)
 
 
 def busy(device: torch.device, milliseconds: float) -> Callable[[], None]:

@@ -68,7 +68,7 @@ def kernel_steps(
         "combine_grad": lambda: ks.combine_grad(y, plan, out),  # it sums rows of that shape, whatever they are
     }
     return {
-        name: timing.one_part(run, ahead) if name.startswith("combine") else timing.one_part(run)
+        name: timing.one_part(run, ahead=ahead) if name.startswith("combine") else timing.one_part(run)
         for name, run in runs.items()
     }
 
@@ -89,9 +89,9 @@ def router_steps(
     d_logits, d_scores = torch.randn_like(logits), torch.randn_like(scores())
     return {
         "logits": timing.forward_and_backward(
-            lambda: moe.router(x), [x, weights.router], (d_logits, torch.randn_like(x)), ahead
+            lambda: moe.router(x), [x, weights.router], (d_logits, torch.randn_like(x)), ahead=ahead
         ),
-        "route": timing.forward_and_backward(scores, [logits], d_scores, ahead),
+        "route": timing.forward_and_backward(scores, [logits], d_scores, ahead=ahead),
     }
 
 

@@ -30,14 +30,12 @@ def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[lis
     contestants = admitted(settings.peers, shape, weights)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=settings.device, dtype=torch.bfloat16).requires_grad_()
     do = torch.randn_like(x)
-    once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
-    versions = {contestant.name: contestant.version for contestant in contestants}
+    once = {c.name: {"version": c.version, **layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
     steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
     for mode in settings.modes if contestants else ():
         found = timing.rounds(steps, mode, settings.rounds)
-        rows = layer_rows(found, once, _rooflines(shape, settings.device))
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds}
-        yield [{**where, "version": versions[row["contestant"]], **row} for row in rows]
+        yield [{**where, **row} for row in layer_rows(found, once, _rooflines(shape, settings.device))]
 
 
 def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, float | None]:
@@ -50,31 +48,37 @@ def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, flo
         return None, None
 
 
+def time_rows(found: dict[str, list[list[float]]], parts: Sequence[str]) -> list[Row]:
+    """A row for each contestant: the time of each part and, of all but the first, its ratio to the first's by round."""
+    by_part = {name: list(zip(*samples, strict=True)) for name, samples in found.items()}
+    first = next(iter(by_part.values()))
+    rows: list[Row] = []
+    for contestant, times in by_part.items():
+        row: Row = {"contestant": contestant}
+        for part, ours, theirs in zip(parts, first, times, strict=True):
+            row[f"{part}_ms"] = timing.summary(theirs)
+            row |= {f"{part}_ratio": timing.ratio(ours, theirs)} if rows else {}
+        rows.append(row)
+    return rows
+
+
 def layer_rows(
     found: dict[str, list[list[float]]], once: dict[str, Row], roofs: tuple[float | None, float | None]
 ) -> list[Row]:
-    """A row for each contestant; ``once`` is what was measured once, by contestant: memory, host.
+    """`time_rows` and what was measured ``once``, by contestant: memory, host.
 
-    All but the first also say how they compare to it, ``baseline``: ``forward_ratio`` and ``backward_ratio`` are their
-    time over its time, round by round; memory ratios are its bytes over theirs.
+    All but the first also say what they are compared to, ``baseline``; memory ratios are its bytes over theirs.
     """
-    first = next(iter(found))
-    rows: list[Row] = []
-    for contestant, samples in found.items():
-        row: Row = {"contestant": contestant, **once[contestant]}
-        for part, (label, roof) in enumerate(zip(PARTS, roofs, strict=True)):
-            values = [sample[part] for sample in samples]
-            row[f"{label}_ms"] = timing.summary(values)
-            row[f"{label}_of_roofline"] = None if roof is None else round(roof / row[f"{label}_ms"]["median"], 4)
-            if contestant != first:
-                row[f"{label}_ratio"] = timing.ratio([sample[part] for sample in found[first]], values)
-        if contestant != first:
-            row["baseline"] = {key: rows[0][key] for key in ("contestant", "forward_ms", "backward_ms", *MEMORY)}
-            for key in MEMORY:
-                ours, theirs = rows[0][key], row[key]
-                is_known = ours is not None and theirs is not None
-                row[key.replace("bytes", "ratio")] = round(ours / max(1, theirs), 4) if is_known else None
-        rows.append(row)
+    rows = [{**row, **once[row["contestant"]]} for row in time_rows(found, PARTS)]
+    for row in rows:
+        for part, roof in zip(PARTS, roofs, strict=True):
+            row[f"{part}_of_roofline"] = None if roof is None else round(roof / row[f"{part}_ms"]["median"], 4)
+    first, *others = rows
+    for row in others:
+        row["baseline"] = {key: first[key] for key in ("contestant", "forward_ms", "backward_ms", *MEMORY)}
+        for key in MEMORY:
+            is_known = None not in (first[key], row[key])
+            row[key.replace("bytes", "ratio")] = round(first[key] / max(1, row[key]), 4) if is_known else None
     return rows
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.bench import peers, timing
-from tilemoe.bench.layer import admitted
+from tilemoe.bench.layer import admitted, time_rows
 from tilemoe.bench.record import Row
 from tilemoe.config import ModelConfig
 from tilemoe.models.decoder import DecoderLM
@@ -46,19 +46,17 @@ def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list
     length = min(LONGEST, shape.num_tokens)
     ids = torch.randint(model.config.vocab_size, (shape.num_tokens // length, length + 1), device=settings.device)
     runs = {c.name: _run(model, _layers(c, shape, weights), ids) for c in contestants}
-    peaks = {contestant: _peak(run, settings.device) for contestant, run in runs.items()}
-    versions = {contestant.name: contestant.version for contestant in contestants}
+    once = {c.name: {"version": c.version, "peak_bytes": _peak(runs[c.name], settings.device)} for c in contestants}
     for mode in settings.modes if runs else ():
         found = timing.rounds(
             {contestant: timing.one_part(run) for contestant, run in runs.items()}, mode, settings.rounds
         )
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds, "layers": LAYERS}
-        yield [
-            {**where, "sequence": length, "contestant": contestant, "version": versions[contestant], **times}
-            | {"tokens_per_s": round(1e3 * ids.shape[0] * length / times["step_ms"]["median"])}
-            | {"peak_bytes": peaks[contestant]}
-            for contestant, times in _times(found).items()
-        ]
+        rows = [{**where, "sequence": length, "step_ratio": None, **row} for row in time_rows(found, ["step"])]
+        for row in rows:
+            tokens_per_s = round(1e3 * ids.shape[0] * length / row["step_ms"]["median"])
+            row |= {"tokens_per_s": tokens_per_s, **once[row["contestant"]]}
+        yield rows
 
 
 def describe(row: Row) -> str:
@@ -111,14 +109,3 @@ def _peak(run: Callable[[], None], device: torch.device) -> int | None:
     """Bytes of a step beyond what is alive between steps; None where they cannot be counted."""
     run()
     return timing.memory_of(run)[2] if device.type == "cuda" else None
-
-
-def _times(found: dict[str, list[list[float]]]) -> dict[str, Row]:
-    """Contestant to its time, and for all but the first its time over the first's."""
-    first = [sample[0] for sample in next(iter(found.values()))]
-    rows: dict[str, Row] = {}
-    for contestant, samples in found.items():
-        values = [sample[0] for sample in samples]
-        ratio = timing.ratio(first, values) if rows else None
-        rows[contestant] = {"step_ms": timing.summary(values), "step_ratio": ratio}
-    return rows

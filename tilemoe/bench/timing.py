@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -80,44 +80,41 @@ def sleep(milliseconds: float) -> None:
         torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
 
 
-def one_part(
-    run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None, mark: Callable[[], Event] = event
+def in_parts(
+    work: Callable[[], Iterable[object]], ahead: Callable[[], object] = lambda: None, mark: Callable[[], Event] = event
 ) -> Step:
-    """A step that is timed as a whole; ``ahead``, untimed and only on a GPU, as in `forward_and_backward`."""
+    """A step of ``work``, a generator that yields at the end of each part.
 
-    def step() -> list[Event]:
-        if torch.cuda.is_available():
-            ahead()
-        start = mark()
-        run()
-        return [start, mark()]
-
-    return step
-
-
-def forward_and_backward(
-    forward: Callable[[], Any],
-    inputs: Sequence[Tensor],
-    gradient: Any,
-    ahead: Callable[[], Any] = lambda: None,
-    mark: Callable[[], Event] = event,
-) -> Step:
-    """A step of two parts: ``forward()``, a tensor or several, and the gradients of that with respect to ``inputs``.
-
-    ``ahead`` keeps the GPU busy until both are launched: of kernels this small the host's time would be measured.
-    ``mark``: `HostEvent` for the moments at which the host has launched them.
+    ``ahead``, untimed, keeps a GPU busy until all is launched: of kernels this small the host's time would be measured.
+    ``mark``: `HostEvent` for the moments at which the host has launched the parts.
     """
 
     def step() -> list[Event]:
         if torch.cuda.is_available():
             ahead()
-        events = [mark()]
-        out = forward()
-        events.append(mark())
-        torch.autograd.grad(out, inputs, gradient)
-        return [*events, mark()]
+        return [mark(), *(mark() for _ in work())]
 
     return step
+
+
+def one_part(run: Callable[[], object], **options: Any) -> Step:
+    """`in_parts` of a step that is timed as a whole."""
+
+    def work() -> Iterator[object]:
+        yield run()
+
+    return in_parts(work, **options)
+
+
+def forward_and_backward(forward: Callable[[], Any], inputs: Sequence[Tensor], gradient: Any, **options: Any) -> Step:
+    """`in_parts` of ``forward()``, a tensor or several, and of its gradients with respect to ``inputs``."""
+
+    def work() -> Iterator[object]:
+        out = forward()
+        yield None
+        yield torch.autograd.grad(out, inputs, gradient)
+
+    return in_parts(work, **options)
 
 
 def turn(names: Sequence[str], index: int) -> list[str]:
