@@ -186,12 +186,6 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
 
 
-def test_export_overwrites_nothing(finished: Path, tmp_path: Path, fails: Fails) -> None:
-    (tmp_path / "mine.txt").write_text("keep")
-    assert "not an empty folder" in fails("export", "--checkpoint", finished, "--out", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_quick_and_imports_no_torch(command: str) -> None:
     code = (
@@ -305,18 +299,6 @@ def test_a_home_folder_of_nobody_is_one_line(
     message = fails(*[recipe_file if given == RECIPE else given.format(path) for given in arguments])
     assert re.search(rf"{path}(\.json)?: no such home folder; write the path without ~", message)
     assert not any(tmp_path.glob("*nobody*"))
-
-
-def test_what_is_interrupted_speaks_of_checkpoints_where_it_writes_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(arguments: list[str]) -> None:
-        raise KeyboardInterrupt
-
-    for command, kept in (("train", "; checkpoints written so far are intact"), ("bench", "")):
-        monkeypatch.setattr(f"{COMMANDS[command][0]}.run", interrupted)
-        assert main([command]) == 130
-        assert capsys.readouterr().err == f"tilemoe: error: interrupted{kept}\n"
 
 
 def test_a_model_too_large_for_the_memory_is_one_line(

@@ -43,22 +43,6 @@ def test_a_finished_run_is_not_run_again(recipe_file: Path, finished: Path, caps
     assert timeless(finished) == before
 
 
-def test_a_renamed_checkpoint_is_refused_by_name(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    base = ["train", "--recipe", str(recipe_file), "--train.out-dir", str(folder), "--train.save-every", "2"]
-    assert main([*base, "--train.steps", "2"]) == 0
-    renamed = (folder / "step_00000002").rename(folder / "step_00000004")
-    capsys.readouterr()
-    assert main([*base, "--train.steps", "6", "--resume", "auto"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tilemoe: error: checkpoint {renamed} was renamed: state.json says step 2; name it")
-    renamed.rename(folder / "step_00000002")
-    assert main([*base, "--train.steps", "6", "--resume", "auto"]) == 0
-    assert list_checkpoints(folder)[-1].name == "step_00000006"
-
-
 def test_resuming_where_nothing_was_saved_starts_anew_and_says_so(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,25 +73,18 @@ def test_every_file_is_looked_at(intact: tuple[str, Path], run: Run) -> None:
     assert run("verify", folder)[0] == 0
 
 
-def copy_as_of(checkpoint: Path, path: Path, step: int) -> None:
-    """A copy of it that says of itself that it is of that step."""
-    shutil.copytree(checkpoint, path)
-    state = json.loads((path / "state.json").read_bytes())
-    (path / "state.json").write_text(json.dumps(state | {"step": step}))
-    files = [file for file in path.iterdir() if file.name != "manifest.json"]
-    (path / "manifest.json").write_bytes(manifest_of(file_entries(files)))
-
-
-def test_each_checkpoint_of_a_run(whole: dict[str, Path], tmp_path: Path, run: Run) -> None:
-    for step in (10, 20, 30):
-        copy_as_of(whole["one process"], tmp_path / f"step_000000{step}", step)
-    assert run("verify", tmp_path)[1].count("every byte is as its manifest says\n") == 3
-    (tmp_path / "step_00000020" / "optimizer.safetensors").unlink()
-    status, out, err = run("verify", tmp_path)
+def test_each_checkpoint_of_a_run(finished: Path, tmp_path: Path, run: Run) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    *older, damaged = list_checkpoints(folder)
+    count = len(older) + 1
+    assert older
+    assert run("verify", folder)[1].count("every byte is as its manifest says\n") == count
+    (damaged / "optimizer.safetensors").unlink()
+    status, out, err = run("verify", folder)
     assert status == 2
-    assert [line.startswith("wrong: checkpoint") for line in out.splitlines()] == [False, True, False]
-    assert "step_00000020 is damaged: optimizer.safetensors is missing; resume from the older one" in out
-    assert "1 of 3 not right" in err
+    assert [line.startswith("wrong: checkpoint") for line in out.splitlines()] == [*(False for _ in older), True]
+    assert f"{damaged.name} is damaged: optimizer.safetensors is missing; resume from the older one" in out
+    assert f"1 of {count} not right" in err
 
 
 def test_what_is_no_folder_of_ours(tmp_path: Path, whole: dict[str, Path], fails: Callable[..., str]) -> None:

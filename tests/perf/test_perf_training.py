@@ -13,7 +13,6 @@ from tilemoe.perf.training import (
     USABLE,
     Setup,
     exchange_bytes,
-    fewest_gpus,
     largest_micro_batch,
     memory_parts,
     reached,
@@ -44,20 +43,6 @@ def test_memory_and_speed_are_those_of_recorded_runs(row: dict[str, Any]) -> Non
     assert sum(parts.values()) == pytest.approx(max(row["peak_bytes"]), rel=0.03)
     daily = tokens_per_day(setup, row["batch_size"], row["mfu"])
     assert daily / 86400 / row["processes"] == pytest.approx(row["tokens_per_second"], rel=1e-3)
-
-
-@pytest.mark.parametrize("expert_parallel", [1, 2])
-def test_h_kept_in_fp8_is_half_as_much_in_every_layer_and_whole_in_one(expert_parallel: int) -> None:
-    """The backward of a layer makes h again, beside what the others keep of theirs."""
-    plain = setup_of("30b-layer", 2, expert_parallel)
-    model, moe = plain.model, plain.model.moe
-    assert moe is not None
-    narrow = replace(plain, model=replace(model, moe=replace(moe, save="fp8")))
-    of_plain, of_narrow = (memory_parts(setup, 1) for setup in (plain, narrow))
-    rows, layers = plain.seq_len * moe.num_experts_per_tok, model.num_layers - model.num_dense_layers
-    less = rows * (2 * moe.up_rows - moe.up_rows - 4 * moe.up_rows // 128)
-    assert of_plain["activations"] - of_narrow["activations"] == layers * less
-    assert of_narrow["working"] - of_plain["working"] == less
 
 
 def layer_of(name: str) -> MoEConfig:
@@ -91,17 +76,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     room = USABLE * 141e9
     assert most > 1
     assert sum(memory_parts(setup, most).values()) <= room < sum(memory_parts(setup, most + 1).values())
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-def test_fewest_gpus_is_the_least_that_holds_a_sequence(gpu: str) -> None:
-    setup = replace(setup_of("7b", 1), gpu=GPUS[gpu])
-    fewest = fewest_gpus(setup)
-    assert fewest is not None
-    assert largest_micro_batch(replace(setup, gpus=fewest)) > 0
-    assert fewest == 1 or largest_micro_batch(replace(setup, gpus=fewest // 2)) == 0
-    wide = replace(setup.model, vocab_size=10**8)
-    assert fewest_gpus(replace(setup, model=wide)) is None  # the gathered embedding alone
 
 
 @pytest.mark.parametrize("name", cases.MAIN)
