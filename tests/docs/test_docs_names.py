@@ -80,16 +80,6 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 
-def test_what_is_not_there_is_found() -> None:
-    assert missing("kernels/choose.py", None) is None
-    assert missing("tilemoe/kernels/choose.py", "select_kernels") is None
-    assert missing("kernels/experts/base.py", "Backend.up_proj_act") is None
-    assert missing("kernels/chose.py", None) == "no file kernels/chose.py"
-    assert missing("kernels/choose.py", "choose_nothing") == "no choose_nothing in kernels/choose.py"
-    assert missing("kernels/experts/base.py", "Backend.nothing") is not None
-    assert NAME.findall("`gone.py` at a207b99, `here.py` at the root") == [("here.py", "")]
-
-
 def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the table's frames those above the backend, met on a CPU."""
     text = prose(ROOT / "docs" / "architecture.md")

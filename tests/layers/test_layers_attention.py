@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_model
 from torch import Tensor
 
-from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles, rotate
+from tilemoe.layers.attention import Attention, KVCache, rotary_angles, rotate
 from tilemoe.testing import relative_error
 
 CONFIG = tiny_model(hidden_size=24, max_seq_len=32, moe=None, dense_layers=(), rope_theta=50.0, initializer_range=0.5)
@@ -87,20 +87,6 @@ def test_rotation_and_its_gradient(dtype: torch.dtype) -> None:
         want = torch.complex(first, second) * by
         tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
         assert relative_error(got.detach().double(), torch.cat((want.real, want.imag), dim=-1)) < tolerance
-
-
-@pytest.mark.parametrize("steps", [[10], [1] * 10, [4, 6], [3, 1, 1, 5], [9, 1]])
-def test_cache_gives_what_one_pass_gives(steps: list[int]) -> None:
-    attention = make(torch.float32)
-    x = torch.randn(2, 10, 24)
-    whole = attention(x, angles(10))
-    cache, parts = LayerCache(12), []
-    with torch.no_grad():
-        for count in steps:
-            start = cache.length
-            parts.append(attention(x[:, start : start + count], angles(count, start), cache))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
-    assert cache.length == 10
 
 
 def test_cache_is_allocated_once() -> None:

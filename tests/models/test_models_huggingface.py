@@ -158,57 +158,57 @@ def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("qk_norm", "change", "name"),
     [
-        ({"activation": "geglu"}, "moe.activation"),
-        ({"expert_bias": True}, "moe.expert_bias"),
-        ({"shared_intermediate_size": 8}, "moe.shared_intermediate_size"),
-        ({"router": RouterConfig(score="sigmoid")}, "moe.router.score"),
-        ({"router": RouterConfig(scale=2.0)}, "moe.router.scale"),
-        ({"router": RouterConfig(selection_bias=True)}, "moe.router.selection_bias"),
-        ({"router": RouterConfig(bias=True)}, "moe.router.bias"),
-        ({"router": RouterConfig(num_groups=2)}, "moe.router.num_groups"),
+        ("head", {"activation": "geglu"}, "moe.activation='geglu' has no place in Qwen3MoeForCausalLM"),
+        ("head", {"router": RouterConfig(score="sigmoid")}, "moe.router.score"),
+        ("head", {"router": RouterConfig(scale=2.0)}, "moe.router.scale"),
+        ("head", {"router": RouterConfig(selection_bias=True)}, "moe.router.selection_bias"),
+        ("head", {"router": RouterConfig(bias=True)}, "moe.router.bias"),
+        ("head", {"router": RouterConfig(num_groups=2)}, "moe.router.num_groups"),
+        ("none", {"router": RouterConfig(normalize=False)}, "moe.router.normalize=False has no place in MixtralFor"),
+        ("full", {"expert_bias": True}, "moe.expert_bias=True has no place in OlmoeForCausalLM"),
+        ("full", {"shared_intermediate_size": 8}, r"moe\.shared_intermediate_size"),
     ],
 )
-def test_what_qwen3_cannot_express_is_not_exported(change: dict[str, Any], name: str, tmp_path: Path) -> None:
-    config = replace(CONFIG, moe=replace(MOE, **change))
-    with pytest.raises(ValueError, match=name):
-        hf_config_dict(config)
+def test_what_an_architecture_cannot_express_is_not_exported(
+    qk_norm: Any, change: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    dense = {} if qk_norm == "head" else {"dense_layers": ()}
+    config = replace(CONFIG, qk_norm=qk_norm, head_dim=8, moe=replace(MOE, **change), **dense)
     with pytest.raises(ValueError, match=name):
         save_hf(DecoderLM(config), tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "llama"}, "model_type must be one of 'qwen3_moe', 'olmoe', 'mixtral'; got 'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
-        ({"attention_bias": True}, "attention_bias must be False"),
-        ({"use_sliding_window": True}, "use_sliding_window must be False"),
-        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "rope_type must be 'default', got 'yarn'"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
-        ({"rope_parameters": "yarn"}, "rope_parameters must be a table of settings or null, got 'yarn'"),
-        ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1; .* set it to 0 in config.json"),
-    ],
-)
-def test_what_the_decoder_does_not_implement_is_not_imported(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_hf({**hf_config_dict(CONFIG), **change})
-
-
-@pytest.mark.parametrize(
     ("family", "change", "message"),
     [
+        (
+            "qwen3_moe",
+            {"model_type": "llama"},
+            "model_type must be one of 'qwen3_moe', 'olmoe', 'mixtral'; got 'llama'",
+        ),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias must be False"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window must be False"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
+        ("qwen3_moe", {"rope_parameters": "yarn"}, "rope_parameters must be a table of settings or null, got 'yarn'"),
+        (
+            "qwen3_moe",
+            {"attention_dropout": 0.1},
+            "attention_dropout must be 0, got 0.1; .* set it to 0 in config.json",
+        ),
+        ("qwen3_moe", {"vocab_size": 0}, "vocab_size"),
+        ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "num_heads"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0"),
+        ("olmoe", {"attention_dropout": "much"}, "attention_dropout must be a number, got 'much'"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window must be None, got 4096"),
         ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
         ("mixtral", {"router_jitter_noise": 0.02}, "router_jitter_noise must be 0, got 0.02; .* set it to 0 in config"),
-        ("olmoe", {"attention_dropout": "much"}, "attention_dropout must be a number, got 'much'"),
     ],
 )
-def test_what_it_does_not_implement_of_other_families(family: str, change: dict[str, Any], message: str) -> None:
+def test_what_the_decoder_does_not_implement_is_not_imported(family: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf({**FAMILIES[family][1].to_dict(), **change})
 
@@ -313,24 +313,6 @@ def test_nothing_larger_than_a_tensor_of_the_file_is_made_beside_the_model(gate_
     parameters = [nbytes for name, nbytes in loading.made if name.startswith("empty")]
     assert sum(parameters) == sum(p.nbytes for p in model.parameters())
     assert max((nbytes for name, nbytes in loading.made if not name.startswith("empty")), default=0) <= largest
-
-
-@pytest.mark.parametrize(
-    ("qk_norm", "change", "message"),
-    [
-        ("none", {"router": RouterConfig(normalize=False)}, "moe.router.normalize=False has no place in MixtralFor"),
-        ("none", {"activation": "geglu"}, "moe.activation='geglu' has no place in MixtralForCausalLM"),
-        ("full", {"expert_bias": True}, "moe.expert_bias=True has no place in OlmoeForCausalLM"),
-        ("full", {"shared_intermediate_size": 8}, r"moe\.shared_intermediate_size"),
-    ],
-)
-def test_what_an_architecture_cannot_express_is_not_exported(
-    qk_norm: Any, change: dict[str, Any], message: str
-) -> None:
-    config = config_from_hf(FAMILIES["mixtral"][1].to_dict())
-    assert config.moe is not None
-    with pytest.raises(ValueError, match=message):
-        hf_config_dict(replace(config, qk_norm=qk_norm, moe=replace(config.moe, **change)))
 
 
 def test_what_only_qwen3_has() -> None:
