@@ -19,7 +19,6 @@ from helpers import run_python
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-import tilemoe
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.layers.moe import MoE
 
@@ -116,29 +115,6 @@ def test_fake_layer_of_a_gpu(name: str, dtype: torch.dtype, recompute: str | Non
         found = found_on_a_gpu()
     assert described(found) == described(expected)
     assert_without_values(found["hidden"], "cuda")
-
-
-@pytest.mark.parametrize("pairs", [False, True], ids=["topk", "pairs"])
-@pytest.mark.parametrize("kernels", [None, "torch", "triton"])
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
-def test_experts(kind: str, kernels: str | None, pairs: bool) -> None:
-    def experts(device: str, name: str | None) -> dict[str, Tensor]:
-        """The output and, where autograd can be, the gradients."""
-        plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64, device=device), E)
-        if pairs:
-            token, expert = (torch.zeros(T * K, dtype=torch.int64, device=device) for _ in range(2))
-            plan = tilemoe.plan_pairs(token, expert, T, E)
-        shapes = {"x": (T, D), "w1": (E, 2 * N, D), "w2": (E, D, N), "scores": (T * K,) if pairs else (T, K)}
-        leaves = {name: torch.rand(shape, device=device) for name, shape in shapes.items()}
-        with_grad = device != "cuda"
-        o = tilemoe.moe(plan=plan, kernels=name, **{k: t.requires_grad_(with_grad) for k, t in leaves.items()})
-        grads = torch.autograd.grad(o.sum(), list(leaves.values())) if with_grad else ()
-        return {"o": o, **dict(zip(leaves, grads, strict=with_grad))}
-
-    expected = described(experts("cpu", None))
-    with where(kind):
-        found = described(experts(kind, kernels))
-    assert found == {key: expected[key] for key in found}
 
 
 class Hidden(nn.Module):
