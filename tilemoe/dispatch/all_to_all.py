@@ -15,11 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from tilemoe.dispatch.base import Dispatched, Sent
+from tilemoe.dispatch.base import Dispatched
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.exchange import FromExperts, ToExperts
-from tilemoe.dispatch.transport import Collective
-from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.plan import RoutingPlan
 
 _INT32_MAX = 2**31 - 1
@@ -31,12 +28,12 @@ class AllToAllDispatcher:
     A token is sent once to each rank that holds any of its experts, with a score and an index for each of these. There
     the experts' outputs are summed with their scores, and only that sum comes back.
     If the experts compute in FP8, a token is sent in FP8, as is the gradient of its output (docs/fp8.md).
-    The host reads the sizes once in the forward, which waits for the device; the backward uses them again. A process
-    may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W processes'
-    tokens, summed and divided by ``gradient_divide_factor``.
+    A process may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W
+    processes' tokens, summed and divided by ``gradient_divide_factor``.
 
-    Memory, besides that of `tilemoe.moe` for M tokens: M d elements received, saved for the backward as the layer's x,
-    and for a moment the copies sent and, in the backward, those that come back (docs/lab/distributed.md).
+    Tokens travel by the `Transports` of the group: `tilemoe.dispatch.window`, where the host reads no sizes, buffers
+    have a fixed capacity, and the backward pulls the M tokens again; or `tilemoe.dispatch.collective`, where the host
+    waits for the sizes in the forward, and the M tokens are saved.
     """
 
     def __init__(
@@ -71,29 +68,12 @@ class AllToAllDispatcher:
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would do, but before x is sent
-        transport = self.transports.of(x.device)
         precision = "bf16" if self._precision_of is None else self._precision_of(x)
-        if isinstance(transport, Collective):
-            return self._dispatch(x, plan, scores, transport, precision)
-        return transport.dispatch(x, plan, scores, precision)
-
-    # A graph cannot contain sizes that the host reads.
-    @torch.compiler.disable
-    def _dispatch(
-        self, x: Tensor, plan: RoutingPlan, scores: Tensor, transport: Collective, precision: str
-    ) -> Dispatched:
-        arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-        routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
-        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, transport.group, transport, precision)
-        return Dispatched(tokens, here, scores, sent)
+        return self.transports.of(x.device).dispatch(x, plan, scores, precision)
 
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
-        sent = dispatched.sent
-        return self._combine(o, sent) if isinstance(sent, Sent) else sent.combine(o)
-
-    @torch.compiler.disable
-    def _combine(self, o: Tensor, sent: Sent) -> Tensor:
-        return FromExperts.apply(o, sent)
+        assert dispatched.sent is not None, "the other half of what `dispatch` gave"
+        return dispatched.sent.combine(o)
 
     def local_weight(self, weight: Tensor) -> Tensor:
         local = weight.to_local() if isinstance(weight, DTensor) else weight

@@ -6,43 +6,23 @@ T tokens of this process · M tokens at its experts · d model width · E expert
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from tilemoe.dispatch.transport import Transport, Way
 from tilemoe.plan import RoutingPlan
 
 
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """Where this process' tokens were sent: their order in memory, and the sizes, which are on the host.
+class Sent(Protocol):
+    """What `combine` needs of a `dispatch`."""
 
-    Copies of tokens are ordered by destination: the other ranks in rank order, then this rank's own, which are in no
-    message. Pairs likewise. Tensors are int32.
+    def saving(self, received: Tensor) -> AbstractContextManager[object]:
+        """What autograd saves of ``received`` by operators in this block, it saves at the least memory."""
+        ...
 
-    token_of_copy (C)      each copy's token · copy_of_token (T * W)  token-major, -1 for ranks it is not sent to
-    first_copy (W + 1)     where the copies for each rank begin, in the order above
-    position_of_pair (P)   for each pair sent, the index of its score in the scores
-    tokens                 how many copies of tokens go from each rank to each
-    pairs                  how many (token, expert) pairs go from each rank to each
-    transport              sends them there and back
-    precision              in what x and do are sent: "bf16", their own dtype, or "fp8", e4m3 with a scale per token
-    """
-
-    token_of_copy: Tensor
-    copy_of_token: Tensor
-    first_copy: Tensor
-    position_of_pair: Tensor
-    tokens: Way
-    pairs: Way
-    transport: Transport
-    precision: str
-
-    def saving(self, x: Tensor) -> AbstractContextManager[object]:
-        """x itself is saved."""
-        return nullcontext()
+    def combine(self, o: Tensor) -> Tensor:
+        """See `Dispatcher`."""
+        ...
 
 
 class Dispatched(NamedTuple):
@@ -55,10 +35,10 @@ class Dispatched(NamedTuple):
     x: Tensor
     plan: RoutingPlan
     scores: Tensor
-    sent: Any
+    sent: Sent | None
 
     def saving(self) -> AbstractContextManager[object]:
-        """What autograd saves of x by operators in this block, it saves at the least memory."""
+        """See `Sent`, of x."""
         return nullcontext() if self.sent is None else self.sent.saving(self.x)
 
 

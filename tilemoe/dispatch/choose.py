@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tilemoe.checks import require_bool, require_choice
 from tilemoe.config import EXCHANGES
-from tilemoe.dispatch.transport import Collective
+from tilemoe.dispatch.collective import Collective
 
 if TYPE_CHECKING:
     from tilemoe.dispatch.window import Windows

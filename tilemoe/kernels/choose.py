@@ -66,7 +66,6 @@ class ExpertParallelKernels(NamedTuple):
 
     count_sent: Callable[..., Any]
     place_sent: Callable[..., Any]
-    copy_tokens: Callable[..., Any]
     plan_received: Callable[..., Any]
 
 
@@ -210,7 +209,7 @@ def choose_expert_parallel(
 
 
 def _steps_of(module: Any) -> ExpertParallelKernels:
-    return ExpertParallelKernels(module.count_sent, module.place_sent, module.copy_tokens, module.plan_received)
+    return ExpertParallelKernels(module.count_sent, module.place_sent, module.plan_received)
 
 
 def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPacking]:

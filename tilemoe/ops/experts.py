@@ -217,7 +217,6 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         del a_scaled
         if need_x:  # before dw1 and db1, since dx_rows lives beside every gradient made so far
             dx = up_proj_input_grad(dh, w1, *routed)  # up_proj_dgrad and combine_grad
-            _announce(ctx, dx, ds if need_s else None)
         if need_w1 and need_b1:
             dw1, db1 = _wgrad_and_bias_grad(ctx, w1, x, dh, *routed)
         elif need_w1:
@@ -252,18 +251,6 @@ def _wgrad_and_bias_grad(ctx: Any, w1: Tensor, x: Tensor, dh: Tensor, *routed: A
     if total is None:
         return up_proj_wgrad_bias_grad(x, dh, is_column_major(w1), *routed)
     return None, add_up_proj_wgrad_bias_grad(total, x, dh, *routed)
-
-
-def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
-    """Hand the gradients of x and, if needed, of s to the autograd node that made x, if it has a method for it.
-
-    It may start sending them to other processes, overlapped with the weight gradients' GEMMs. Autograd delivers
-    gradients to the node all the same, and different ones where x or s has other uses or a hook.
-    """
-    node, _ = ctx.next_functions[0]
-    are_made = getattr(node, "input_grads_are_made", None)
-    if are_made is not None:
-        are_made(dx, ds)
 
 
 class _DependentOnInputs(torch.autograd.Function):

@@ -15,10 +15,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.choose import choose_packing
+from tilemoe.kernels.choose import choose_expert_parallel, choose_packing
 from tilemoe.kernels.expert_parallel import triton_window as kernels
 from tilemoe.kernels.expert_parallel.torch import Routed
-from tilemoe.ops.expert_parallel import kernels_for
 from tilemoe.runtime.operator import Arguments, Operator
 
 
@@ -72,12 +71,13 @@ def _to_experts(
 ) -> tuple[Tensor, ...]:
     """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`."""
     view, tokens = window.view, x.shape[0]
-    routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks, view.here)
+    routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks)
     rows = _as_sent(x, precision)
     index, sizes, token_of_copy, words = _index_of(view, x, row_of_pair.shape[0])
-    steps = kernels_for(routed)
+    pairs, experts = row_of_pair.shape[0], row_start_of_expert.shape[0] - 1
+    steps = choose_expert_parallel(x.device, tokens, pairs, experts, view.ranks).impl
     before = steps.count_sent(routed, sizes)
-    copy_of_token, _, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
+    copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
     kernels.put_tokens(view, rows, index)
     agreed, counts, came = kernels.agree(view)
     *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(

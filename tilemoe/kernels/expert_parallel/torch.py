@@ -4,10 +4,10 @@ T tokens of this process · W processes (ranks) · E experts, e = E / W of them 
 M tokens received · Q pairs received
 
 A token is sent once to each rank that has experts of it (a copy), beside one pair for each of these experts. Copies and
-pairs are sorted by the rank that they go to or come from: the other ranks in their order, then this one, whose own are
-not sent; within a rank by token, and a token's pairs in the plan's order. A pair is a few int32 words: the bits of its
-score, one word if fp32, two if fp64, then its place, ``slot * e + expert``: slot is its token's index among the copies
-for that rank, expert the expert's index on that rank.
+pairs are sorted by the rank that they go to or come from, this one included; within a rank by token, and a token's
+pairs in the plan's order. A pair is a few int32 words: the bits of its score, one word if fp32, two if fp64, then its
+place, ``slot * e + expert``: slot is its token's index among the copies for that rank, expert the expert's index on
+that rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilemoe.plan import experts_of_rows
 
 
 class Routed(NamedTuple):
-    """A plan's tensors, as in `RoutingPlan`, of T tokens over the experts of all ranks; ``here`` is this rank."""
+    """A plan's tensors, as in `RoutingPlan`, of T tokens over the experts of all ranks."""
 
     row_of_pair: Tensor
     pair_of_row: Tensor
@@ -30,7 +30,6 @@ class Routed(NamedTuple):
     row_start_of_expert: Tensor
     num_tokens: int
     ranks: int
-    here: int
 
     @property
     def experts_per_rank(self) -> int:
@@ -53,48 +52,40 @@ def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
 
 def place_sent(
     scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """From scores (P,) fp32 or fp64 in the caller's order, and `count_sent`'s results, writes
 
     token_of_copy (W T,) int32 · words (P, 2), or (P, 3) for fp64, int32, the pairs' words
 
-    and returns copy_of_token (T W,) int32, token-major, -1 where a token does not go to a rank · first_copy (W + 1,)
-    int32, the first copy for each rank, and the number of copies · position_of_pair (P,) int32, the position of its
-    score. Values past the numbers in ``sizes`` are unspecified.
+    and returns copy_of_token (T W,) int32, token-major, -1 where a token does not go to a rank, and position_of_pair
+    (P,) int32, the position of its score. Values past the numbers in ``sizes`` are unspecified.
     """
-    ranks, here, e = routed.ranks, routed.here, routed.experts_per_rank
+    ranks, e = routed.ranks, routed.experts_per_rank
     expert, rank = _experts_and_ranks(routed)
-    turns = _turn(torch.arange(ranks, device=scores.device), ranks, here)
-    by_turn = sort_by_expert(turns.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
-    token_of_copy.copy_(by_turn[0])
-    copy_of_token, first_copy = by_turn[2], by_turn[3]
-    pair = sort_by_expert(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
+    to_rank = torch.arange(ranks, device=scores.device)
+    by_rank = sort_by_expert(to_rank.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
+    token_of_copy.copy_(by_rank[0])
+    copy_of_token, first_copy = by_rank[2], by_rank[3]
+    pair = sort_by_expert(rank[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
     to = rank[pair].clamp(max=ranks - 1)
-    slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[turns[to]]
+    slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[to]
     row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
     position = routed.pair_of_row[row]
     place = (slot * e + expert[pair] % e).int()
     words.copy_(torch.cat((scores[position][:, None].view(torch.int32), place[:, None]), dim=1))
-    return copy_of_token, first_copy, position
-
-
-def copy_tokens(x: Tensor, token_of_copy: Tensor, sizes: Tensor, routed: Routed) -> Tensor:
-    """(`most_copies`, d): the rows of x (T, d) for other ranks, in the order of copies."""
-    return x.index_select(0, token_of_copy[: most_copies(routed)])
+    return copy_of_token, position
 
 
 def plan_received(
-    words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int
+    words: Tensor, came: Tensor, experts: int, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The plan of the received pairs, whose words (Q, 2 or 3) came from the ranks in the numbers of ``sizes[1]``:
+    """The plan of the received pairs, whose words (Q, 2 or 3) came from the ranks in the numbers of ``came`` (W, 2):
 
     token_of_row, pair_of_row, row_of_pair, pair_start_of_token (M + 1), row_start_of_expert, rows_per_expert, all
     int32, as `plan_pairs` would compute them, but without sorting by token; and the scores (Q,). experts: how many this
     rank has. num_tokens: M.
     """
-    place = words[:, -1]
-    came = sizes[1].long()
-    by_rank = torch.cat((came[:here], came[here + 1 :], came[here : here + 1]))
+    place, by_rank = words[:, -1], came.long()
     first_token = by_rank[:, 0].cumsum(0) - by_rank[:, 0]
     token = torch.repeat_interleave(first_token, by_rank[:, 1], output_size=place.shape[0]) + place // experts
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, _ = sort_by_expert(
@@ -105,16 +96,6 @@ def plan_received(
     pair_start = torch.searchsorted(token, tokens, out_int32=True)
     scores = words[:, :-1].flatten().view(torch.float32 if words.shape[1] == 2 else torch.float64)
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
-
-
-def most_copies(routed: Routed) -> int:
-    """The largest possible number of copies for other ranks."""
-    return min((routed.ranks - 1) * routed.num_tokens, routed.row_of_pair.shape[0])
-
-
-def _turn(rank: Tensor, ranks: int, here: int) -> Tensor:
-    """A rank's place in the order of copies and pairs, in which ``here`` is last; W (no rank) stays W."""
-    return (rank - (rank > here).int()).masked_fill(rank == here, ranks - 1).masked_fill(rank == ranks, ranks)
 
 
 def _token_of_pair(routed: Routed) -> Tensor:

@@ -1,12 +1,12 @@
 """Send and receive buffers of expert parallelism's dispatch all-to-all, on a GPU, without host sync.
 
-The results are documented in `tilemoe.kernels.expert_parallel.torch`; here they take eight small kernels, where PyTorch
+The results are documented in `tilemoe.kernels.expert_parallel.torch`; here they take seven small kernels, where PyTorch
 takes some seventy.
 
 T tokens · W ranks · E experts, e = E / W of them on each rank · P pairs sent · Q pairs received · B blocks
 
 Counting sorts without atomics, as in `tilemoe.kernels.plan.triton`: counts of each block, scan over the blocks, stable
-placement. Sending: `count_sent_kernel`, `block_start_kernel`, `place_sent_kernel`, `copy_tokens_kernel`. Receiving:
+placement. Sending: `count_sent_kernel`, `block_start_kernel`, `place_sent_kernel`. Receiving:
 `count_received_kernel`, `block_start_kernel`, `row_start_kernel`, `place_received_kernel`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.expert_parallel.torch import Routed, most_copies
+from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan.triton import (
     MAX_EXPERTS,
@@ -34,7 +34,6 @@ from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
 MAX_RANKS = 64  # counts of all of a token's destinations are kept in registers
 _TOKENS = 64  # most tokens of a block that is sent
 _DESTINATIONS = 1024  # most tokens times ranks of a block
-_BYTES_OF_THREAD = 32  # bytes of a copied token per thread
 
 
 def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: int) -> str | None:
@@ -64,32 +63,22 @@ def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
 
 def place_sent(
     scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """As `tilemoe.kernels.expert_parallel.torch.place_sent`, with this file's `count_sent`."""
     device_of(scores)
     like, ranks, pairs = routed.row_of_pair, routed.ranks, routed.row_of_pair.shape[0]
     tokens, score_words = _tokens_of_block(ranks), scores.element_size() // 4
-    copy_of_token, first_copy = like.new_empty(routed.num_tokens * ranks), like.new_empty(ranks + 1)
-    position_of_pair = like.new_empty(pairs)
-    read = (*_routed_args(routed), routed.here, routed.pair_of_row, scores, sizes, before)
-    written = (token_of_copy, copy_of_token, first_copy, words, position_of_pair)
+    copy_of_token, position_of_pair = like.new_empty(routed.num_tokens * ranks), like.new_empty(pairs)
+    read = (*_routed_args(routed), routed.pair_of_row, scores, sizes, before)
+    written = (token_of_copy, copy_of_token, words, position_of_pair)
     steps = routed.experts_per_rank.bit_length()
     constants = {**_constants(routed), "STEPS": steps, "SCORE_WORDS": score_words, "BLOCK": tokens}
     launch_of(place_sent_kernel, (ceil_div(routed.num_tokens, tokens),), (*read, *written), constants).run()
-    return copy_of_token, first_copy, position_of_pair
-
-
-def copy_tokens(x: Tensor, token_of_copy: Tensor, sizes: Tensor, routed: Routed) -> Tensor:
-    """As `tilemoe.kernels.expert_parallel.torch.copy_tokens`."""
-    device_of(x)
-    copies = x.new_empty(most_copies(routed), x.shape[1])
-    if copies.numel():
-        _copy(x if x.stride(1) == 1 else x.contiguous(), token_of_copy, sizes, copies, routed)
-    return copies
+    return copy_of_token, position_of_pair
 
 
 def plan_received(
-    words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int
+    words: Tensor, came: Tensor, experts: int, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `tilemoe.kernels.expert_parallel.torch.plan_received`, for at least one pair."""
     device_of(words)
@@ -105,20 +94,11 @@ def plan_received(
     launch_of(count_received_kernel, (blocks,), (words, pairs, experts, counts), constants).run()
     block_start_launch(counts, block_start, rows_per_expert, blocks, experts).run()
     row_start_launch(rows_per_expert, counts, row_start, error_bits, 0, experts).run()
-    read = (words, pairs, experts, here, sizes[1], block_start, row_start)
+    read = (words, pairs, experts, came, block_start, row_start)
     written = (token_of_row, pair_of_row, row_of_pair, pair_start, scores)
-    constants = {"RANKS": sizes.shape[1], "SCORE_WORDS": score_words, "BLOCK": block}
+    constants = {"RANKS": came.shape[0], "SCORE_WORDS": score_words, "BLOCK": block}
     launch_of(place_received_kernel, (blocks,), (*read, *written), constants, num_warps=block // 32).run()
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
-
-
-def _copy(x: Tensor, token_of_copy: Tensor, sizes: Tensor, copies: Tensor, routed: Routed) -> None:
-    width = x.shape[1]
-    block = min(power_of_two(width), 16384 // x.element_size())
-    args = (x, token_of_copy, sizes, copies, routed.here, width, x.stride(0))
-    constants = {"RANKS": routed.ranks, "BLOCK_W": power_of_two(routed.ranks), "BLOCK_D": block}
-    num_warps = max(1, block * x.element_size() // (_BYTES_OF_THREAD * 32))
-    launch_of(copy_tokens_kernel, (copies.shape[0] * ceil_div(width, block),), args, constants, num_warps).run()
 
 
 def _tokens_of_block(ranks: int) -> int:
@@ -179,21 +159,20 @@ def count_sent_kernel(
 
 
 @triton.jit
-def first_of_ranks(sizes, here, rank, RANKS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """(BLOCK_W): the exclusive scan of the first column of ``sizes`` (W, 2) over the ranks, ``here`` being last."""
-    size = tl.load(sizes + 2 * rank, mask=rank < RANKS, other=0)[:, None]
-    other, of = rank[:, None], rank[None, :]
-    return tl.sum(tl.where((other != here) & ((other < of) | (of == here)), size, 0), axis=0)
+def first_of_ranks(sizes, rank, RANKS: tl.constexpr):
+    """(BLOCK_W): the exclusive scan of the first column of ``sizes`` (W, 2) over the ranks."""
+    size = tl.load(sizes + 2 * rank, mask=rank < RANKS, other=0)
+    return tl.cumsum(size, axis=0) - size
 
 
-@triton.jit(do_not_specialize=["num_tokens", "here"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def place_sent_kernel(
-    row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, here, pair_of_row, scores,
-    sizes, before, token_of_copy, copy_of_token, first_copy, words, position_of_pair,
+    row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, pair_of_row, scores,
+    sizes, before, token_of_copy, copy_of_token, words, position_of_pair,
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
     SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All outputs of `place_sent` but the copies. STEPS: bisections that find a row's expert among those of a rank."""
+    """All outputs of `place_sent`. STEPS: bisections that find a row's expert among those of a rank."""
     rank, token, first, count, start, end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
         BLOCK, BLOCK_W,
@@ -202,20 +181,14 @@ def place_sent_kernel(
 
     goes = (pairs > 0).to(tl.int32)
     slot = tl.load(block_before, mask=rank < RANKS, other=0)[None, :] + tl.cumsum(goes, axis=0) - goes
-    first_of_rank = first_of_ranks(sizes, here, rank, RANKS, BLOCK_W)
+    first_of_rank = first_of_ranks(sizes, rank, RANKS)
     copy = first_of_rank[None, :] + slot
     there = (token < num_tokens)[:, None] & (rank < RANKS)[None, :]
     tl.store(copy_of_token + token[:, None] * RANKS + rank[None, :], tl.where(goes > 0, copy, -1), mask=there)
     tl.store(token_of_copy + copy, tl.broadcast_to(token[:, None], (BLOCK, BLOCK_W)), mask=goes > 0)
 
-    if tl.program_id(0) == 0:
-        turn = tl.where(rank == here, RANKS - 1, rank - (rank > here).to(tl.int32))
-        tl.store(first_copy + turn, first_of_rank, mask=rank < RANKS)
-        last = first_of_rank + tl.load(sizes + 2 * rank, mask=rank == here, other=0)
-        tl.store(first_copy + RANKS + 0 * rank, last, mask=rank == here)
-
     place = tl.load(block_before + 1, mask=rank < RANKS, other=0)[None, :] + tl.cumsum(pairs, axis=0) - pairs
-    place += first_of_ranks(sizes + 1, here, rank, RANKS, BLOCK_W)[None, :]
+    place += first_of_ranks(sizes + 1, rank, RANKS)[None, :]
     for i in range(tl.max(count, axis=0)):
         row = tl.load(row_of_pair + first + i, mask=i < count, other=-1)
         is_used = row >= 0
@@ -242,23 +215,6 @@ def place_sent_kernel(
         tl.store(out + SCORE_WORDS, slot_there * experts_per_rank + low - of_rank, mask=is_used)
 
 
-@triton.jit(do_not_specialize=["here"])
-def copy_tokens_kernel(
-    x, token_of_copy, sizes, copies, here, width, stride_token,
-    RANKS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """copies (C, d) for other ranks, as many as ``sizes`` says; BLOCK_D columns of one copy per CTA."""
-    blocks = tl.cdiv(width, BLOCK_D)
-    copy = tl.program_id(0) // blocks
-    rank = tl.arange(0, BLOCK_W)
-    size = tl.load(sizes + 2 * rank, mask=(rank < RANKS) & (rank != here), other=0)
-    if copy < tl.sum(size, axis=0):
-        column = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
-        token = tl.load(token_of_copy + copy).to(tl.int64)
-        value = tl.load(x + token * stride_token + column, mask=column < width)
-        tl.store(copies + copy.to(tl.int64) * width + column, value, mask=column < width)
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_received_kernel(
     words, num_pairs, experts, counts, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
@@ -273,20 +229,19 @@ def count_received_kernel(
 
 
 @triton.jit
-def first_token_of_source(came, pair, here, RANKS: tl.constexpr):
+def first_token_of_source(came, pair, RANKS: tl.constexpr):
     """Number of tokens that came from the ranks before the one that sent each pair; came (W, 2): what was received."""
     end = 0
     first = pair * 0
     for rank in range(RANKS):
-        is_other = rank != here
-        end += tl.load(came + 2 * rank + 1, mask=is_other, other=0)
-        first += tl.where(pair >= end, tl.load(came + 2 * rank, mask=is_other, other=0), 0)
+        end += tl.load(came + 2 * rank + 1)
+        first += tl.where(pair >= end, tl.load(came + 2 * rank), 0)
     return first
 
 
-@triton.jit(do_not_specialize=["max_pairs", "here"])
+@triton.jit(do_not_specialize=["max_pairs"])
 def place_received_kernel(
-    words, max_pairs, experts, here, came, block_start, row_start_of_expert, token_of_row, pair_of_row, row_of_pair,
+    words, max_pairs, experts, came, block_start, row_start_of_expert, token_of_row, pair_of_row, row_of_pair,
     pair_start_of_token, scores,
     RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -303,9 +258,9 @@ def place_received_kernel(
     line = words + pair.to(tl.int64) * (SCORE_WORDS + 1)
     place = tl.load(line + SCORE_WORDS, mask=inside, other=0)
     expert = tl.where(inside, place % experts, experts)
-    token = first_token_of_source(came, pair, here, RANKS) + place // experts
+    token = first_token_of_source(came, pair, RANKS) + place // experts
     last = tl.load(line - 1, mask=inside & (pair > 0), other=0)  # the place of the pair before
-    last_token = first_token_of_source(came, pair - 1, here, RANKS) + last // experts
+    last_token = first_token_of_source(came, pair - 1, RANKS) + last // experts
     # Each token that was received has at least one pair.
     tl.store(pair_start_of_token + token, pair, mask=inside & ((pair == 0) | (token != last_token)))
     tl.store(pair_start_of_token + token + 1, pair + 1, mask=pair == num_pairs - 1)

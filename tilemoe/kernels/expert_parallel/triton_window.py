@@ -191,7 +191,7 @@ def plan_pulled(window: Window, agreed: Tensor, counts: Tensor, came: Tensor, ex
     launch_of(receive_kernel, (blocks,), (*read, *written), {**constants, **bins}).run()
     block_start_launch(block_counts, block_start, rows_per_expert, blocks, experts).run()
     row_start_launch(rows_per_expert, block_counts, row_start, error_bits, 0, experts).run()
-    placed = (lines, capacity, experts, window.here, came, block_start, row_start)
+    placed = (lines, capacity, experts, came, block_start, row_start)
     args = (*placed, token_of_row, pair_of_row, row_of_pair, pair_start, scores)
     launch_of(place_received_kernel, (blocks,), args, constants, num_warps=block // 32).run()
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores, token_of_received
@@ -344,16 +344,9 @@ def agree_kernel(
         between = tl.load(cells + column, mask=inside, other=0)
         of_here_in = tl.sum(tl.where(to == here, between, 0), axis=1)  # [source]: to here
         of_here_out = tl.sum(tl.where(source == here, between, 0), axis=0)  # [to]: from here
-        # Here, what comes from each rank is in the order of the ranks, but this one's own is last.
-        earlier = (to != here) & ((to < source) | (source == here))
-        first_in = tl.sum(tl.where(earlier, of_here_in[None, :], 0), axis=1)
-        first_out = tl.sum(tl.where(earlier, of_here_out[None, :], 0), axis=1)
-        # There, what is for here comes after what is for the ranks before it, and that rank's own is last.
-        before_here = (to != source) & ((to < here) | (source == here))
-        there = tl.sum(tl.where(before_here, between, 0), axis=1)  # [source]
-        # There, what came from here comes after what came from the ranks before it.
-        before_us = (source != to) & ((source < here) | (to == here))
-        arrived = tl.sum(tl.where(before_us, between, 0), axis=0)  # [to]
+        first_in, first_out = tl.cumsum(of_here_in, axis=0) - of_here_in, tl.cumsum(of_here_out, axis=0) - of_here_out
+        there = tl.sum(tl.where(to < here, between, 0), axis=1)  # [source]: what it has for the ranks before this one
+        arrived = tl.sum(tl.where(source < here, between, 0), axis=0)  # [to]: what came there from the ranks before
         tl.store(came + 2 * rank + column, of_here_in, mask=is_rank)
         tl.store(counts + column, tl.sum(of_here_in, axis=0))
         out = agreed + 2 * column * RANKS + rank
