@@ -140,3 +140,8 @@ def timeless(run_dir: str | Path) -> list[dict[str, Any]]:
     """A run's records but for what a clock says."""
     records = read_metrics(Path(run_dir) / METRICS_FILE)
     return [{key: value for key, value in record.items() if key not in TIMING_FIELDS} for record in records]
+
+
+def losses(run_dir: str | Path) -> list[float]:
+    """Of a run's training steps."""
+    return [record["nats_per_token"] for record in timeless(run_dir) if record["kind"] == "train"]

@@ -156,12 +156,6 @@ def test_endless_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert max(lengths) <= 200
 
 
-def test_empty_file_keeps_its_position(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / "b.txt").write_text("b")
-    assert read_all(tmp_path) == ["", "b"]
-
-
 def test_fingerprint_follows_names_sizes_and_times(folder: Path):
     def fingerprint() -> str:
         return open_corpus(str(folder)).fingerprint()
@@ -236,12 +230,6 @@ def splits_of(path: Path, every: int) -> dict[str, list[str]]:
     for split, text in split_documents(open_corpus(str(path)), every):
         found[split].append(text)
     return found
-
-
-def test_every_nth_document_is_held_out(folder: Path, texts: list[str]):
-    found = splits_of(folder, 20)
-    assert found["heldout"] == [texts[19], texts[39]]
-    assert found["train"] == [text for i, text in enumerate(texts) if i not in (19, 39)]
 
 
 def test_single_file_holds_out_its_last_lines(tmp_path: Path):

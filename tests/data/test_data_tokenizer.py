@@ -91,22 +91,6 @@ def test_transformers_gives_the_ids_from_a_folder(bpe: Tokenizer, kind: str, tmp
     assert (theirs.eos_token_id, theirs.model_max_length) == (tokenizer.separator_id, 64)
 
 
-def test_a_long_text_is_encoded_in_pieces(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    """With the same ids where there are blanks to cut it at: at once the library would take many bytes for each."""
-    lengths: list[int] = []
-    for tokenizer in (ByteTokenizer(), bpe):
-        texts = ["the quick brown fox = [the, quick]\nreturn naïve " * 50, "short", "fox" * 50, "quick " * 20]
-        at_once = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
-        real = tokenizer._ids
-        monkeypatch.setattr(tokenizer, "_ids", lambda ts, real=real: (lengths.extend(map(len, ts)), real(ts))[1])
-        monkeypatch.setattr(tokenizer_module, "_PIECE", 64)
-        in_pieces = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
-        monkeypatch.undo()
-        assert [*in_pieces[:2], in_pieces[3]] == [*at_once[:2], at_once[3]]
-        assert tokenizer.decode(in_pieces[2]) == texts[2]
-    assert max(lengths) <= 64
-
-
 def letters(number: int) -> str:
     return "".join(random.Random(0).choices("abcdefgh", k=number))
 

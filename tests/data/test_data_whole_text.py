@@ -14,15 +14,13 @@ import tokenizers
 import torch
 from helpers import raises_one_line
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import open_corpus
 from tilemoe.data import tokenizer as tokenizer_module
 from tilemoe.data.chat_encoder import ChatEncoder
-from tilemoe.data.chat_template import ChatTemplate
-from tilemoe.data.conversations import Completion, Conversation
+from tilemoe.data.conversations import Completion
 from tilemoe.data.corpus import split_parts
 from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.train import sample
@@ -64,8 +62,7 @@ def trained(
         backend.pre_tokenizer = pre
     if normalizer is not None:
         backend.normalizer = normalizer
-    kinds = {models.BPE: trainers.BpeTrainer, models.Unigram: trainers.UnigramTrainer}
-    trainer = kinds.get(type(model), trainers.WordPieceTrainer)
+    trainer = trainers.BpeTrainer if isinstance(model, models.BPE) else trainers.WordPieceTrainer
     backend.train_from_iterator(
         [prose(3000, 0)], trainer(vocab_size=600, special_tokens=SPECIAL, show_progress=False, **options)
     )
@@ -89,12 +86,20 @@ def byte_level(prefix: bool = False, regex: str | None = None, bos: bool = False
     return backend
 
 
-def metaspace(scheme: str, unigram: bool = False, split: bool = True, bos: bool = False) -> tokenizers.Tokenizer:
-    options = {"unk_token": "<unk>"} if unigram else {"initial_alphabet": list(" \n\r\té🎉漢字=0123456789")}
-    model = models.Unigram() if unigram else models.BPE(unk_token="<unk>")
-    backend = trained(model, pre_tokenizers.Metaspace(prepend_scheme=scheme), bos=bos, **options)
+def metaspace(scheme: str, split: bool = True, bos: bool = False) -> tokenizers.Tokenizer:
+    words, alphabet = pre_tokenizers.Metaspace(prepend_scheme=scheme), list(" \n\r\té🎉漢字=0123456789")
+    backend = trained(models.BPE(unk_token="<unk>"), words, bos=bos, initial_alphabet=alphabet)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme, split=split)
+    return backend
+
+
+def unigram(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """With the same pieces, whose scores have few bits: their sums are exact, so that which of two divisions of equal
+    score is taken does not depend on the text before them.
+    """
+    pieces = sorted(backend.get_vocab().items(), key=lambda entry: entry[1])
+    backend.model = models.Unigram([(piece, -4.0 - number / 64) for piece, number in pieces], unk_id=0)
     return backend
 
 
@@ -115,7 +120,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     one_blank = normalizers.Replace(Regex(" {2,}"), " ")
     normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(), one_blank])
     words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    return trained(models.Unigram(), words, normalizer, unk_token="<unk>")
+    return unigram(trained(models.BPE(unk_token="<unk>"), words, normalizer))
 
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -129,7 +134,7 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "Metaspace never": lambda: metaspace("never"),
     "Metaspace first, one word": lambda: metaspace("first", split=False),
     "Prepend": prepended,
-    "Unigram": lambda: metaspace("always", unigram=True, bos=True),
+    "Unigram": lambda: unigram(metaspace("always", bos=True)),
     "Unigram, NFKC, Strip": sentencepiece,
     "WordPiece": lambda: trained(
         models.WordPiece(unk_token="<unk>", max_input_chars_per_word=10**6),
@@ -223,44 +228,6 @@ def test_a_completion(kind: str) -> None:
         expected = learnt_by_characters(tokenizer, prompt + completion, [(len(prompt), len(prompt + completion))])
         assert learnt.tolist() == [*expected, True]
         assert tokenizer.decode(ids) == tokenizer.decode(own(tokenizer, prompt + completion))
-
-
-CHAT = [
-    {"role": "user", "content": " Is it naïve?"},
-    {"role": "assistant", "content": "\n\n  Yes 🎉, don't. "},
-    {"role": "user", "content": "fox"},
-    {"role": "assistant", "content": "漢字é"},
-]
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-UNMARKED = (
-    TURNS + "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED = (
-    TURNS + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
-)
-MARKED += "{% endif %}<|im_end|>\n{% endfor %}"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("template", [None, MARKED, UNMARKED])
-def test_a_chat(kind: str, template: str | None) -> None:
-    plain = tokenizer_of(kind)
-    tokenizer = plain if template is None else Tokenizer(plain.backend, kind, ChatTemplate(template, ()))
-    ids, learnt = ChatEncoder(tokenizer).encode(Conversation("line 1", tuple(CHAT)))
-    said = [message["content"] for message in CHAT]
-    if template is None:
-        asked = [f"user:\n{question}\n\nassistant:\n" for question in said[::2]]
-        ends = ["</s>", ""]  # the last is no text
-        text = "".join(map("".join, zip(asked, said[1::2], ends, strict=True)))
-    else:
-        theirs = PreTrainedTokenizerFast(tokenizer_object=plain.backend, chat_template=template)
-        text = theirs.apply_chat_template(CHAT, tokenize=False)
-        ends = ["" if template is MARKED else "<|im_end|>\n"] * 2
-    firsts = [text.index(answer) for answer in said[1::2]]
-    spans = [(at, at + len(answer + end)) for at, answer, end in zip(firsts, said[1::2], ends, strict=True)]
-    last = [tokenizer.separator_id] if template is None else []
-    assert ids.tolist() == own(plain, text) + last
-    assert learnt.tolist() == learnt_by_characters(plain, text, spans) + [True] * len(last)
 
 
 def test_only_as_much_is_read_as_a_window_takes(monkeypatch: pytest.MonkeyPatch) -> None:

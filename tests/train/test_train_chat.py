@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
-from helpers import raises_one_line
+from helpers import losses, raises_one_line
 from test_train_initial import MODELS, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +32,6 @@ from tilemoe.train.datasets import device_batch, make_sampler, prepare_data
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
-from tilemoe.train.metrics import read_metrics
 from tilemoe.train.run import RunResult, train
 
 CPU = torch.device("cpu")
@@ -76,12 +75,6 @@ def data_of(recipe: Recipe) -> Prepared:
     return prepare_data(recipe.data, recipe.data.tokenizer)
 
 
-def records_of(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
-    records = read_metrics(Path(recipe.train.out_dir) / "metrics.jsonl")
-    timing = ("seconds", "tokens_per_second", "mfu")
-    return [{k: v for k, v in record.items() if k not in timing} for record in records if record["kind"] == kind]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Recipe, tmp_path: Path) -> None:
     """Each document by itself, the mean over all tokens to learn of a step, AdamW and clipping of PyTorch."""
@@ -106,7 +99,7 @@ def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Re
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-6)
     expected = []
     for step in range(steps):
-        losses, learnt = [], 0
+        nats, learnt = [], 0
         for part in range(parts):
             batch = sampler.batch(step * parts + part)
             assert isinstance(batch, PackedBatch)
@@ -115,15 +108,15 @@ def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Re
                 for first, end in pairwise(edges):
                     if (targets[first:end] >= 0).any():
                         logits = theirs(input_ids=inputs[None, first:end]).logits[0]
-                        losses.append(F.cross_entropy(logits, targets[first:end], reduction="sum"))
+                        nats.append(F.cross_entropy(logits, targets[first:end], reduction="sum"))
             learnt += int((batch.targets >= 0).sum())
-        loss = torch.stack(losses).sum() / learnt
+        loss = torch.stack(nats).sum() / learnt
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), recipe.optim.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    found = [record["nats_per_token"] for record in records_of(recipe, "train")]
+    found = losses(recipe.train.out_dir)
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.8 * found[0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_distributed import losses
+from helpers import losses
 from torch._inductor import config as inductor
 from torch.utils import deterministic
 
@@ -30,7 +30,9 @@ def trained_losses(recipe: Recipe, out_dir: Path) -> list[float]:
     return losses(out_dir)
 
 
-@pytest.mark.parametrize(("compile", "fails"), [("none", False), ("none", True), ("blocks", False)])
+@pytest.mark.parametrize(
+    ("compile", "fails"), [("none", False), ("none", True), pytest.param("blocks", False, marks=pytest.mark.thorough)]
+)
 def test_it_holds_in_the_run_alone(
     moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile: str, fails: bool
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_one_line
+from helpers import losses, raises_one_line
 from peft import PeftModel
 from processes import Ended, run
 from test_train_initial import write_model
@@ -33,15 +33,10 @@ from tilemoe.train.checkpoints.restore import restore
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.job.processes import ALONE, Job, JobError
 from tilemoe.train.loop import Trainer, seed_process
-from tilemoe.train.metrics import read_metrics
 from tilemoe.train.run import RunResult, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [record["nats_per_token"] for record in read_metrics(run_dir / "metrics.jsonl") if record["kind"] == "train"]
 
 
 @pytest.fixture
@@ -234,28 +229,6 @@ def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Callable[..
     assert 4 <= checkpoint.state.step < STEPS
     assert f"stopped after step {checkpoint.state.step} of {STEPS} and saved" in ended.out
     assert (ended.lines, ended.left) == ([], [])
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_two_processes_fine_tune_as_one_does(recipe: Recipe, tmp_path: Path) -> None:
-    """Each has other numbers of tokens to learn, whose mean is over all of them."""
-    rows = [{"prompt": "ask " * (i % 5 + 1), "completion": "answer " * (i * i % 7 + 1)} for i in range(60)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    moe = recipe.model.moe
-    assert moe is not None
-    moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0, selection_bias=False))
-    data = replace(recipe.data, format="chat", corpus=str(tmp_path / "chats.jsonl"), seq_len=80)
-    optim = replace(recipe.optim, schedule="constant")  # whatever the number of steps
-    both = replace(recipe, data=data, optim=optim, model=replace(recipe.model, moe=moe, max_seq_len=80))
-    one = replace(both, data=replace(data, batch_size=2 * data.batch_size), parallel=ParallelConfig())
-    one = replace(one, train=replace(one.train, out_dir=str(tmp_path / "one")))
-    assert isinstance(train(one), RunResult)
-    trained_by(2, written(both, tmp_path, out_dir=str(tmp_path / "two"), steps=4))
-    trained_by(2, written(both, tmp_path, out_dir=str(tmp_path / "two")), "--resume", "auto")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    heldout = [list(read_metrics(tmp_path / name / "metrics.jsonl"))[-1]["nats_per_token"] for name in ("one", "two")]
-    assert heldout[0] == pytest.approx(heldout[1], rel=1e-4)
 
 
 @pytest.mark.dist

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import raises_one_line
-from test_train_distributed import losses, trained_by, written
+from helpers import losses, raises_one_line
+from test_train_distributed import trained_by, written
 from torch import nn
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
@@ -59,7 +59,7 @@ def test_attention_s_projections_and_nothing_else(recipe: Recipe) -> None:
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.thorough)])
 def test_losses_are_near_and_checkpoints_go_both_ways(
     recipe: Recipe, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

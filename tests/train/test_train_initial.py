@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.initial import adopt, load_initial
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
-from tilemoe.train.datasets import DeviceBatch
-from tilemoe.train.loop import Trainer
 from tilemoe.train.run import train
 
 SIZES: dict[str, Any] = {
@@ -58,36 +55,6 @@ def write_model(name: str, folder: Path, vocab_size: int = 256, **options: Any) 
     model.save_pretrained(folder, **options)
     ByteTokenizer().save(folder / "tokenizer.json")
     return model
-
-
-def losses_of(folder: Path) -> list[float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record["nats_per_token"] for record in records if record["kind"] == "train"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_first_loss_is_transformers(
-    name: str, moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = write_model(name, tmp_path / "base", max_shard_size="30KB")
-    batches: list[DeviceBatch] = []
-    read = Trainer._batch
-
-    def kept(self: Trainer, index: int) -> DeviceBatch:
-        batches.append(read(self, index))
-        return batches[-1]
-
-    monkeypatch.setattr(Trainer, "_batch", kept)
-    recipe = adopt(moe_recipe, tmp_path / "base")
-    recipe = replace(recipe, train=replace(recipe.train, steps=1, selection_bias_rate=0.0))
-    train(recipe, init_from=tmp_path / "base")
-    (inputs, targets, *_), *others = batches
-    assert not others
-    with torch.no_grad():
-        logits = theirs(input_ids=inputs).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    (found,) = losses_of(Path(recipe.train.out_dir))
-    assert found == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

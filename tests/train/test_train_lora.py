@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import raises_one_line
+from helpers import losses, raises_one_line
 from peft import PeftModel
-from test_train_initial import MODELS, losses_of, write_model
+from test_train_initial import MODELS, write_model
 from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
@@ -50,7 +50,7 @@ def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: Recipe, tmp_path: Path) -> None:
     """With AdamW and clipping of PyTorch; what is exported afterwards, merged or not, computes what the run does."""
-    theirs = write_model(name, tmp_path / "base")
+    theirs = write_model(name, tmp_path / "base", max_shard_size="30KB")
     theirs.set_experts_implementation("eager")  # grouped GEMMs on a CPU round more
     steps = 20
     recipe = adapted(moe_recipe, tmp_path / "base", steps=steps, eval_every=0, save_every=0)
@@ -73,7 +73,7 @@ def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: R
         optimizer.zero_grad()
         expected.append(loss.item())
     train(recipe, init_from=tmp_path / "base")
-    found = losses_of(Path(recipe.train.out_dir))
+    found = losses(Path(recipe.train.out_dir))
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.9 * found[0]
 

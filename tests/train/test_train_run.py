@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -29,33 +27,6 @@ from tilemoe.train.loop import Trainer
 from tilemoe.train.metrics import read_metrics
 from tilemoe.train.progress import StepStats
 from tilemoe.train.run import RunResult, require_resumable, train
-
-
-def test_a_run_is_not_started_over_another(dense_recipe: Recipe) -> None:
-    train(dense_recipe)
-    before = (Path(dense_recipe.train.out_dir) / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="holds checkpoints of a run; add --resume"):
-        train(dense_recipe)
-    assert (Path(dense_recipe.train.out_dir) / "metrics.jsonl").read_bytes() == before
-
-
-def test_one_process_at_a_time_trains_in_a_folder(dense_recipe: Recipe) -> None:
-    folder = Path(dense_recipe.train.out_dir)
-    folder.mkdir(parents=True)
-    code = (
-        "import fcntl, os, sys; fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="another process is training in it") as caught:
-            train(dense_recipe)
-        other.stdin.close()
-    assert "\n" not in str(caught.value)
-    assert not any(folder.iterdir())
-    assert isinstance(train(dense_recipe), RunResult)
 
 
 def removed(folder: Path) -> None:
@@ -123,15 +94,6 @@ def test_a_folder_that_goes_after_the_last_record_is_named_by_the_result(
     monkeypatch.setattr(runs, "_result", result)
     with raises_one_line(rf"^train\.out_dir {dense_recipe.train.out_dir}: cannot be used \(No such file"):
         train(dense_recipe)
-
-
-def test_a_folder_in_the_way_of_a_checkpoint_is_found_before_training(dense_recipe: Recipe) -> None:
-    folder = Path(dense_recipe.train.out_dir)
-    (folder / ".tmp-step_00000003").mkdir(parents=True)
-    (folder / ".tmp-step_00000003" / "mine").touch()
-    with raises_one_line(rf"^train\.out_dir {folder}/\.tmp-step_00000003: cannot be used \(.* move it away\)"):
-        train(dense_recipe)
-    assert [path.name for path in folder.rglob("*")] == [".tmp-step_00000003", "mine"]
 
 
 def test_going_on_from_a_copy_sets_the_newer_aside(dense_recipe: Recipe) -> None:
@@ -212,13 +174,6 @@ def test_bf16(
     # q and k are bf16 under autocast; with its fp32 weight their norm makes fp32 of them again.
     assert seen == {(autocast, normed)}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}, "what the optimiser updates"
-
-
-@pytest.mark.usefixtures("group")
-def test_fp32_is_fp32_throughout(moe_recipe: Recipe) -> None:
-    trainer, expected = trainer_of(moe_recipe, True), trainer_of(moe_recipe, False)
-    for _ in range(3):
-        assert trainer.train_step().nats_per_token == pytest.approx(expected.train_step().nats_per_token, rel=1e-6)
 
 
 def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:

@@ -19,10 +19,6 @@ from safetensors.torch import load_file, save_file
 from untrusted_files import sign, write_sharded
 
 from tilemoe.cli.main import main
-from tilemoe.data import load_tokenizer, open_corpus
-from tilemoe.models.folder import read_config
-from tilemoe.models.hf_config import hf_config_dict
-from tilemoe.models.presets import model_preset
 from tilemoe.models.sums import _digest, canonical, file_entries, manifest_of
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.folder import (
@@ -91,12 +87,6 @@ def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, is_verified:
             open_checkpoint(checkpoint, verify=is_verified)
 
 
-def test_a_listed_tokenizer_is_used(checkpoint: Path) -> None:
-    load_tokenizer("bytes").save(checkpoint / "tokenizer.json")
-    sign(checkpoint)
-    assert open_checkpoint(checkpoint).tokenizer_spec == str(checkpoint / "tokenizer.json")
-
-
 def entries_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
@@ -140,18 +130,6 @@ def test_a_cache_that_is_asked_for_is_written(dense_recipe: Recipe, caches: tupl
     assert entries_of(mine)
     assert not ours.exists()
     assert not theirs.exists()
-
-
-def test_a_jobs_checkpoint_is_read(sharded: Path, dense_recipe: Recipe) -> None:
-    model, expected = (
-        build_model(replace(dense_recipe, train=replace(dense_recipe.train, seed=seed)), CPU) for seed in (1, 0)
-    )
-    open_checkpoint(sharded).load_model(model)
-    assert_equal(model.state_dict(), expected.state_dict())
-    random = torch.manual_seed(7).get_state()
-    torch.manual_seed(9)
-    open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_bytes_that_would_be_unpickled_are_refused(sharded: Path, tmp_path: Path) -> None:
@@ -371,29 +349,6 @@ def test_signed_random_numbers_that_are_none_are_named(checkpoint: Path, dense_r
 def test_numbers_that_nothing_can_hold(dense_recipe: Recipe, name: str, value: int, message: str) -> None:
     with raises_one_line(rf"train\.{name} {message}"):
         replace(dense_recipe.train, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 100000"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
-        ({"mlp_only_layers": {"a": 1}}, "mlp_only_layers must be a list of layers"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_hostile_config_json(tmp_path: Path, change: dict[str, Any] | None, message: str) -> None:
-    settings = hf_config_dict(model_preset("qwen3-30b-a3b"))
-    text = "[" * 100_000 if change is None else json.dumps(settings | change)
-    (tmp_path / "config.json").write_text(text)
-    with raises_one_line(message):
-        read_config(tmp_path)
-
-
-def test_a_pipe_is_no_corpus(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.txt")
-    with raises_one_line(r"pipe\.txt': it is no regular file"):
-        open_corpus(str(tmp_path / "pipe.txt"))
 
 
 @pytest.mark.parametrize(

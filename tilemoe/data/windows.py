@@ -4,7 +4,8 @@ n tokens
 
 A tokenizer may add something at the start of a text, and sees no more than it is given, so tokens near a window's ends
 may be none of the text's. Where two windows have several tokens in a row in common, the text's tokens are the first
-window's up to there, and the second's from there on.
+window's up to there, and the second's from there on. Of two divisions to which a Unigram model gives scores that differ
+by rounding alone, a window may take the other one than the whole text would.
 """
 
 from __future__ import annotations
