@@ -207,6 +207,11 @@ def test_a_whole_model_in_training(name: str, run: Run) -> None:
     assert re.search(rf"^largest micro-batch +{' +'.join(micro_batches)}$", table, flags=re.M)
 
 
+def test_what_is_recomputed_is_what_is_given(run: Run) -> None:
+    setups = as_json(run, "--train", "--gpus", 8, "--checkpointing", "attention")["train"]["setups"]
+    assert {setup["checkpointing"] for setup in setups} == {"attention"}
+
+
 def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
     arguments = ("--preset", "qwen3-235b", "--train", "--gpu", "rtx-4090", "--seq-len", 1 << 20)
     status, out, err = run("plan", *arguments)
