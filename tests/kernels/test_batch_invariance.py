@@ -27,7 +27,7 @@ pytestmark = [
 
 if INTERPRETED:
     # An expert with rows of two tiles, the second a ragged one; and sums over two tiles of the contraction.
-    SIZES = {"many rows": Sizes(140, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
+    SIZES = {"many rows": Sizes(52, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
     RUNS = [("triton", "many rows", torch.float32), ("triton", "wide", torch.float16)]
     IN_4_BIT = [("triton", Sizes(20, 64, 64, 2, 2), torch.float32)]
 else:
@@ -97,14 +97,3 @@ def test_router_given_the_logits(preset: str) -> None:
     for part in (torch.tensor([7]), torch.arange(100, 117), torch.randperm(150, generator=generator)):
         for got, want in zip(run(part), whole, strict=True):
             assert torch.equal(got, want[part])
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="nothing of a GPU")
-def test_products_that_depend_on_the_number_of_rows_are_found_out() -> None:
-    def sums(batch: Batch) -> dict[str, Tensor]:
-        """In another order where there are few rows, as a BLAS adds."""
-        columns = batch.x.unbind(1)
-        return {"o": sum(columns[::-1] if batch.x.shape[0] < 16 else columns, start=torch.zeros(()))}
-
-    with pytest.raises(AssertionError, match=r"o of [19] tokens"):
-        assert_tokens_keep_their_bits(make_batch(SIZES["many rows"], torch.float32), sums)

@@ -1,5 +1,5 @@
-"""The two grouped products against a loop in fp64, on every routing, stride order and alignment; as on CPUs whose
-16-bit GEMMs are fast, and as on the others.
+"""The two grouped products against a loop in fp64, on every stride order and alignment; as on CPUs whose 16-bit GEMMs
+are fast, and as on the others. On every routing: test_kernels_torch.py.
 
 E experts · R_max row capacity · p, q widths
 """
@@ -45,39 +45,6 @@ def rows_of(plan: RoutingPlan, width: int, dtype: torch.dtype, seed: int = 0) ->
     rows = normal(plan.capacity, width, dtype=dtype, seed=seed)
     rows[int(plan.row_start_of_expert[-1]) :] = float("nan")
     return rows
-
-
-def assert_close(actual: Tensor, exact: Tensor) -> None:
-    assert actual.isfinite().all()
-    if exact.any():
-        assert relative_error(actual, exact) < ERROR_CAPS[actual.dtype]
-    else:
-        assert not actual.any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", PLANS)
-def test_products_on_hostile_routings(name: str, dtype: torch.dtype) -> None:
-    plan = PLANS[name]
-    num_rows = int(plan.row_start_of_expert[-1])
-    for p, q in ((16, 8), (5, 3), (8, 5), (3, 16)):
-        rows, other = rows_of(plan, p, dtype), rows_of(plan, q, dtype, seed=1)
-        weight, bias = normal(plan.num_experts, p, q, dtype=dtype, seed=2), normal(plan.num_experts, q, dtype=dtype)
-        exact, exact_outer = torch.zeros(num_rows, q).double(), torch.zeros(plan.num_experts, p, q).double()
-        for expert, span in spans(plan):
-            exact[span] = rows[span].double() @ weight[expert].double()
-            exact_outer[expert] = rows[span].double().T @ other[span].double()
-        exact_biased = exact + bias.double()[expert_of_row(plan)[:num_rows].long()]
-        for given, expected in ((None, exact), (bias, exact_biased)):
-            out = rows_times_experts(rows, weight, given, plan)
-            assert out.shape == (plan.capacity, q)
-            assert out.dtype == dtype
-            assert out.is_contiguous()
-            assert_close(out[:num_rows], expected)
-        outer = outer_per_expert(rows, other, plan)
-        assert outer.shape == (plan.num_experts, p, q)
-        assert outer.dtype == dtype
-        assert_close(outer, exact_outer)
 
 
 def weights_of_every_stride(dtype: torch.dtype, p: int, q: int) -> dict[str, Tensor]:
@@ -157,20 +124,6 @@ def test_expert_of_row() -> None:
         assert got.dtype == torch.int32
         assert got[: len(expected)].tolist() == expected, name
         assert ((got >= 0) & (got < plan.num_experts)).all(), f"{name}: rows past R must stay in range"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_products_agree_with_the_loop(dtype: torch.dtype) -> None:
-    """Several cache blocks and threads' worth of rows, unevenly spread."""
-    generator = torch.Generator().manual_seed(0)
-    ids = (torch.rand(700, 2, generator=generator).square() * 7).long()
-    plan = plan_topk(ids, 7)
-    rows, weight = rows_of(plan, 64, dtype), normal(7, 64, 48, dtype=dtype, seed=1)
-    out, outer = rows_times_experts(rows, weight, None, plan), outer_per_expert(rows, rows[:, :40].contiguous(), plan)
-    for expert, span in spans(plan):
-        assert relative_error(out[span], rows[span].double() @ weight[expert].double()) < ERROR_CAPS[dtype]
-        exact = rows[span].double().T @ rows[span, :40].double()
-        assert relative_error(outer[expert], exact) < ERROR_CAPS[dtype]
 
 
 @pytest.mark.parametrize("fast_in_16_bits", [False], indirect=True)

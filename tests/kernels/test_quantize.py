@@ -40,6 +40,9 @@ def test_all_values_of_e4m3_stay() -> None:
     found = quantize(rows, ROWS)
     assert (found.scale == 1).all()
     assert torch.equal(found.data.float(), rows)
+    zeros = quantize(torch.zeros(2, 256), ROWS)
+    assert (zeros.scale == 1).all()
+    assert (zeros.data.float() == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -52,12 +55,6 @@ def test_error_is_half_a_step_of_three_bits(dtype: torch.dtype) -> None:
     assert (error <= torch.maximum(values.float().abs() / 16, subnormal) * (1 + 1e-6)).all()
 
 
-def test_zeros_have_scale_one() -> None:
-    found = quantize(torch.zeros(2, 256), ROWS)
-    assert (found.scale == 1).all()
-    assert (found.data.float() == 0).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_visible_in_its_block(bad: float) -> None:
     values = torch.ones(2, 256)
@@ -66,6 +63,9 @@ def test_what_is_not_finite_stays_visible_in_its_block(bad: float) -> None:
     assert found[0, 130].isnan()
     assert (found[0, :128] == 1).all()
     assert (found[1] == 1).all()
+    packed = unpack_rows(pack_rows(values), torch.float32)
+    assert packed[0].isnan().all()
+    assert (packed[1] == 1).all()
 
 
 def test_largest_of_a_block_is_kept() -> None:
@@ -100,7 +100,7 @@ def rows_of_every_largest(dtype: torch.dtype, sample: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sample", range(4))
+@pytest.mark.parametrize("sample", range(2))
 def test_rounded_rows_are_quantised_to_the_same(dtype: torch.dtype, sample: int) -> None:
     """Of every largest value that a block may have; but below what the module says the neighbour, seldom."""
     rows = rows_of_every_largest(dtype, sample)
@@ -113,17 +113,6 @@ def test_rounded_rows_are_quantised_to_the_same(dtype: torch.dtype, sample: int)
     assert torch.equal(codes[0][is_exact], codes[1][is_exact])
     assert (codes[0] - codes[1]).abs().max() <= 1
     assert ((codes[0] != codes[1]).any(1)).double().mean() < 0.005
-
-
-@pytest.mark.parametrize("width", [128, 256])
-@pytest.mark.parametrize("magnitude", [1.0, 1e30, 1e-30], ids=str)
-def test_rounded_rows_of_fp32_are_quantised_to_the_same(magnitude: float, width: int) -> None:
-    torch.manual_seed(0)
-    rows = magnitude * torch.randn(20000, 256) * torch.exp(3 * torch.randn(20000, 256))
-    first = quantize(rows, (1, width))
-    again = quantize(first.dense(torch.float32), (1, width))
-    assert torch.equal(again.scale, first.scale)
-    assert torch.equal(again.data.view(torch.uint8), first.data.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -142,15 +131,6 @@ def test_packed_rows(count: int, dtype: torch.dtype) -> None:
     unpacked = unpack_rows(words, dtype)
     assert torch.equal(unpacked, fp8.rounded(rows.float(), 1, 384).to(dtype))
     assert torch.equal(pack_rows(unpacked), words)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_in_its_packed_row(bad: float) -> None:
-    rows = torch.ones(2, 256)
-    rows[0, 130] = bad
-    found = unpack_rows(pack_rows(rows), torch.float32)
-    assert found[0].isnan().all()
-    assert (found[1] == 1).all()
 
 
 @pytest.mark.parametrize(

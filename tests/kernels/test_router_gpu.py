@@ -117,6 +117,12 @@ def test_gradients_that_were_given_are_left_as_they_are() -> None:
     assert torch.equal(kept[0], random(301, 256, seed=2).bfloat16())
 
 
+def test_of_an_input_without_gradient_the_experts_make_none() -> None:
+    logits, handed_on = make()(inputs(301).detach())
+    assert logits.requires_grad
+    assert not handed_on.requires_grad
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_offsets_beyond_int32(late: bool) -> None:
     tokens, experts = 2**31 // 4096 + 300, 4096

@@ -46,9 +46,10 @@ def assert_exact(logits: Tensor, labels: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("classes", [1, 2, 31, 256, 8192, 8193, 20001])
+@pytest.mark.parametrize("classes", [1, 31, 256, 8192, 8193, 20001])
 def test_as_pytorch_in_fp64(classes: int, dtype: torch.dtype) -> None:
     assert_exact(*made(7, classes, dtype))
+    assert_exact(*made(0, classes, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,10 +76,6 @@ def test_what_has_no_loss_is_nan() -> None:
     found = cross_entropy_(logits, labels, IGNORED).tolist()
     assert all(map(math.isnan, found[:4]))
     assert math.isfinite(found[4])
-
-
-def test_no_tokens() -> None:
-    assert cross_entropy_(*made(0, 9, torch.float32), IGNORED).shape == (0,)
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
