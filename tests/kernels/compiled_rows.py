@@ -102,7 +102,7 @@ def selection(experts: int, *spec: Any) -> Row:
 
     is_dense = "softmax" in spec or any(spec[-2:])  # all logits have a gradient
     of_logits = ("select_kernel", "select_grad_kernel") if is_dense else ("select_kernel",)
-    return Row(launches, tuple((LOADS, 1, kernel) for kernel in of_logits), shared=48 * KB)
+    return Row(launches, tuple((LOADS, 1, kernel) for kernel in of_logits), shared=48 * KB, amd=experts <= 512)
 
 
 def combined(dtype: torch.dtype) -> Row:
@@ -124,7 +124,7 @@ def combine_pairs() -> None:
 
 def planned(experts: int) -> Row:
     ids = zeros(600, 8, dtype=torch.int64)
-    return Row(recorded(lambda: plan_kernels.count_sort(ids, experts)), shared=48 * KB)
+    return Row(recorded(lambda: plan_kernels.count_sort(ids, experts)), shared=48 * KB, amd=experts == 128)
 
 
 def planned_small(experts: int, dtype: torch.dtype) -> Row:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
+from compiled_rows import ROWS, name_of
 from triton.runtime.jit import JITFunction
-from triton_checks import turn
 from triton_compile import (
     CAPABILITIES,
     GFX942,
@@ -45,7 +44,6 @@ from tilemoe.kernels.plan import triton as plan_module
 from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router import triton_input_grad as router_input
-from tilemoe.kernels.router.triton import RouterSpec
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
@@ -60,8 +58,6 @@ KIND = {"bf16": r"::f16", "fp16": r"::f16", "tf32": r"::tf32"}  # how tcgen05 ca
 # Bytes of a thread's stack, all of it used in epilogues, once per tile; 16 are no spill.
 NO_SPILL = 16
 STACK = {"gemm_dgrad_dact_kernel": 256}
-# Triton after 3.6 runs out of registers where gate and up alternate.
-STACK_OF_INTERLEAVED = NO_SPILL if triton.__version__.startswith("3.6.") else 40
 
 
 @pytest.fixture(params=["bf16", *(pytest.param(name, marks=pytest.mark.thorough) for name in DTYPES if name != "bf16")])
@@ -72,49 +68,21 @@ def dtype_name(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def layer_launches(
-    device: Device,
-    dtype: torch.dtype,
-    activation: str = "swiglu",
-    gate_up: str = "concatenated",
-    bias: bool = False,
-    transposed: bool = False,
-) -> list[Launch]:
-    """What a plan, a router, a rounding and the operator launch. ``transposed``: weights of the other stride order."""
-    ids = torch.arange(T * K).view(T, K) % E
-    plan = plan_topk(ids, E)
-    inputs = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
-    if transposed:
-        inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
-    options = {"activation": activation, "gate_up": gate_up, "kernels": "triton"}
+def layer_launches(device: Device, dtype: torch.dtype) -> list[Launch]:
+    """What the operator launches, forward and backward, with biases, and in inference."""
+    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
+    inputs = make_inputs(plan, D, N, dtype=dtype, bias=True)
     with recorded_launches(device) as launches:
-        plan_module.count_sort(ids, E)
-        logits, select = torch.zeros(T, 64), RouterSpec(8, "softmax", True, 1.0, 1, 1, balance=True, z=True)
-        scores, chosen, probability_sums, z_sum = router.select(logits, None, None, select)
-        router.select_grad(logits, chosen, None, scores, probability_sums, z_sum, select)
-        late = RouterSpec(8, "late softmax", True, 1.0, 1, 1, balance=False, z=False)
-        router.select_grad(logits, chosen, None, scores, None, None, late)
-        of_router = (logits.to(dtype), torch.zeros(64, D, dtype=dtype), torch.zeros(T, D, dtype=dtype))
-        if dtype != torch.float32 and router_input.why_unsupported(*of_router) is None:
-            router_input.input_grad(*of_router)
-        how = rounding.RoundingSpec("nearest_score", 16, "softmax", True, 1.0, 2 * T * 8)
-        rows = rounding.round_rows(logits, chosen, scores, logits[0], None, how)
-        pairs = (rows.row_of_pair, rows.code_of_pair, rows.pair_start_of_token)
-        rounding.score_grad(rows.scores, logits, chosen, None, rows.norm, *pairs, how)
-        forward_and_grads(moe, inputs, plan, **options)
-        if bias:  # alone, as where w1 is frozen; else up_proj_wgrad gives it in 16 bits
-            bias_grad.up_proj_bias_grad(torch.zeros(T * K, inputs["b1"].shape[1], dtype=dtype), plan, device)
+        forward_and_grads(moe, inputs, plan, kernels="triton")
+        # Alone, as where w1 is frozen; else up_proj_wgrad gives it in 16 bits.
+        bias_grad.up_proj_bias_grad(torch.zeros(T * K, inputs["b1"].shape[1], dtype=dtype), plan, device)
         with torch.no_grad():
-            moe(plan=plan, **inputs, **options)
+            moe(plan=plan, **inputs, kernels="triton")
     return launches
 
 
-def name_of(launch: Launch) -> str:
-    return str(launch.kernel.fn.__name__)
-
-
 def is_gemm(launch: Launch) -> bool:
-    return "PRECISION" in launch.constants or name_of(launch) == "input_grad_kernel"
+    return "PRECISION" in launch.constants
 
 
 def one_of_each(launches: list[Launch]) -> list[Launch]:
@@ -123,20 +91,22 @@ def one_of_each(launches: list[Launch]) -> list[Launch]:
 
 
 def test_no_kernel_is_left_out() -> None:
+    modules = (bias_grad, combine, mlp, plan_module, rounding, router, router_input, tiles)
     kernels = {
         name
-        for module in (bias_grad, combine, mlp, plan_module, rounding, router, router_input, tiles)
+        for module in modules
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
     assert len(kernels) >= 10
-    assert kernels == {name_of(launch) for launch in layer_launches(NVIDIA[90], torch.bfloat16, bias=True)}
+    launches = [launch for row in ROWS.values() if 90 in row.capabilities for launch in row.launches(NVIDIA[90])]
+    assert kernels <= {name_of(launch) for launch in (*launches, *layer_launches(NVIDIA[90], torch.bfloat16))}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path) -> None:
     device = NVIDIA[capability]
-    launches = one_of_each(layer_launches(device, DTYPES[dtype_name], bias=True))
+    launches = one_of_each(layer_launches(device, DTYPES[dtype_name]))
     for launch, compiled in compile_launches(launches, capability):
         where = f"{name_of(launch)} in {dtype_name} for sm_{capability}"
         assert compiled.metadata.shared <= device.shared_bytes, where
@@ -152,27 +122,8 @@ def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path)
             assert re.search(operands, instruction), where
 
 
-@pytest.mark.parametrize(
-    ("activation", "gate_up", "bias", "transposed"),
-    [
-        ("swiglu_oai", "interleaved", True, True),
-        pytest.param("swiglu", "concatenated", False, False, marks=pytest.mark.thorough),
-        pytest.param("geglu", "interleaved", False, False, marks=pytest.mark.thorough),
-        pytest.param("gelu_tanh", "concatenated", True, True, marks=pytest.mark.thorough),
-    ],
-)
-def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, transposed: bool, tmp_path: Path) -> None:
-    bounds = STACK | ({"up_proj_act_kernel": STACK_OF_INTERLEAVED} if gate_up == "interleaved" else {})
-    launches = layer_launches(NVIDIA[90], torch.bfloat16, activation, gate_up, bias, transposed)
-    for launch, compiled in compile_launches(launches, 90):
-        assert compiled.metadata.shared <= NVIDIA[90].shared_bytes, name_of(launch)
-        assert stack_bytes(compiled, tmp_path) <= bounds.get(name_of(launch), NO_SPILL), name_of(launch)
-        for promised in ("wgmma.mma_async", "cp.async.bulk.tensor"):
-            assert (promised in compiled.asm["ptx"]) == is_gemm(launch), f"{promised} in {name_of(launch)}"
-
-
 def test_amd() -> None:
-    for launch, compiled in compile_launches(layer_launches(MI300, torch.bfloat16, bias=True), GFX942):
+    for launch, compiled in compile_launches(layer_launches(MI300, torch.bfloat16), GFX942):
         assert bool(re.search(r"v_mfma_f32_\w+bf16", compiled.asm["amdgcn"])) == is_gemm(launch), name_of(launch)
         assert compiled.metadata.shared <= MI300.shared_bytes, name_of(launch)
         assert amd_spills(compiled) == 0, name_of(launch)

@@ -58,12 +58,12 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         assert torch.equal(a, b), index
 
 
-SHAPES = [(1, 1, 1, 1), (5, 3, 8, 2), (70, 2, 8, 4), (66, 8, 24, 3), (20, 2, 64, 64), (131, 1, 6, 2)]
+SHAPES = [(FP32, 1, 1, 1, 1), (FP64, 5, 3, 8, 2), (FP32, 70, 2, 8, 4), (FP64, 66, 8, 24, 3), (FP32, 20, 2, 64, 64)]
+SHAPES += [(FP64, 131, 1, 6, 2)]
 
 
-@pytest.mark.parametrize(("tokens", "per_token", "experts", "ranks"), SHAPES)
-@pytest.mark.parametrize("dtype", [FP32, FP64])
-def test_what_is_sent(tokens: int, per_token: int, experts: int, ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tokens", "per_token", "experts", "ranks"), SHAPES)
+def test_what_is_sent(dtype: torch.dtype, tokens: int, per_token: int, experts: int, ranks: int) -> None:
     for here in sorted({ranks // 2, ranks - 1}):
         ids = ids_of(here, tokens, per_token, experts)
         x = torch.randn(tokens, 40, device=DEVICE, dtype=dtype)
@@ -87,9 +87,8 @@ def assert_each_token_once(found: tuple[Tensor, ...], ids: Tensor, x: Tensor, ro
     assert torch.equal(copies, x[token_of_copy.long()][: len(copies)])
 
 
-@pytest.mark.parametrize(("tokens", "per_token", "experts", "ranks"), SHAPES)
-@pytest.mark.parametrize("dtype", [FP32, FP64])
-def test_what_has_come(tokens: int, per_token: int, experts: int, ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tokens", "per_token", "experts", "ranks"), SHAPES)
+def test_what_has_come(dtype: torch.dtype, tokens: int, per_token: int, experts: int, ranks: int) -> None:
     """Ranks of other numbers of tokens, one with none; each plans what all have sent it."""
     leave = []
     for rank in range(ranks):

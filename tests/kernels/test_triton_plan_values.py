@@ -82,10 +82,10 @@ def exactly_combined(rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 72] if INTERPRETED else [1, 24, 1032, 4096])
+@pytest.mark.parametrize("width", [72] if INTERPRETED else [1, 24, 1032, 4096])
 def test_combine_agrees_on_hostile_routings(width: int, dtype: torch.dtype) -> None:
-    for routing in hostile_routings(tile=12, device=DEVICE):
-        plan = routing.plan
+    for index, routing in enumerate(hostile_routings(tile=12, device=DEVICE)):
+        plan, width = routing.plan, 1 if INTERPRETED and index % 4 == 0 else width
         rows, s = rows_of(plan, width, dtype), scores_of(plan)
         o, dx = combined(rows, s, plan), combined(rows, None, plan)
         assert_close(o, exactly_combined(rows, s, plan), TOLERANCE[dtype])
