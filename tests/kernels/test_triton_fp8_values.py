@@ -103,18 +103,6 @@ def test_rows_are_packed(width: int, count: int, dtype: torch.dtype) -> None:
         assert_equal(unpack_rows(expected, dtype), by_torch.unpack_rows(expected, dtype))
 
 
-@pytest.mark.parametrize("block_width", [128, D])
-def test_rows_that_are_not_finite(block_width: int) -> None:
-    values = torch.ones(4, D, device=DEVICE)
-    values[0, 5], values[1, 130], values[2, 131] = float("nan"), float("inf"), -float("inf")
-    launch, found = rows_launch(values, block_width)
-    launch.run()
-    found_values = found.data.float() * found.scale.repeat_interleave(block_width, 1)
-    expected = quantize(values, (1, block_width)).dense(torch.float32)
-    assert_equal(found_values.isfinite(), expected.isfinite())
-    assert_equal(found_values[expected.isfinite()], expected[expected.isfinite()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 33])
 @pytest.mark.parametrize("block_width", [128, D])
@@ -171,20 +159,26 @@ def test_weights_are_quantized(transposed: bool) -> None:
         assert_quantized(found, values, block)
 
 
-def test_a_weight_that_is_not_finite() -> None:
-    weight = torch.ones(2, D, N, device=DEVICE, dtype=DTYPE)
+def test_what_is_not_finite_stays_visible() -> None:
+    """In its block of rows, of a weight, or of a packed row; all else is as `quantize` has it."""
+    rows, weight = torch.ones(4, D, device=DEVICE), torch.ones(2, D, N, device=DEVICE, dtype=DTYPE)
+    rows[0, 5], rows[1, 130], rows[2, 131] = float("nan"), float("inf"), -float("inf")
     weight[0, 3, 5], weight[1, 130, 7] = float("nan"), -float("inf")
+    pairs = [(unpack_rows(words, torch.float32), rows, (1, D)) for words in (by_torch.pack_rows(rows), pack_rows(rows))]
     for launch_of, values, block in (
+        (lambda t: rows_launch(t, 128), rows, (1, 128)),
+        (lambda t: rows_launch(t, D), rows, (1, D)),
         (block_weight_launch, weight, WEIGHTS),
         (row_weight_launch, weight, (1, N)),
         (row_weight_launch, weight.transpose(1, 2), (1, D)),
     ):
-        launch, found = launch_of(values)
+        launch, operand = launch_of(values)
         launch.run()
+        pairs.append((operand.dense(torch.float32), values, block))
+    for found, values, block in pairs:
         expected = quantize(values, block).dense(torch.float32)
-        dense = found.dense(torch.float32)
-        assert_equal(dense.isfinite(), expected.isfinite())
-        assert_equal(dense[expected.isfinite()], expected[expected.isfinite()])
+        assert_equal(found.isfinite(), expected.isfinite())
+        assert_equal(found[expected.isfinite()], expected[expected.isfinite()])
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
