@@ -5,13 +5,13 @@ T tokens · d hidden_size · n intermediate_size · R rows
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from triton_checks import Case, turn
+from triton_checks import Case, operands_of, turn
 
-from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, quantize
@@ -20,7 +20,7 @@ from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.transpose import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import ceil_div
-from tilemoe.testing import make_inputs, relative_error
+from tilemoe.testing import relative_error
 
 ROUNDING = 0.03  # of e4m3's three bits: 1 / 16 at most, 2.6% in the square mean
 
@@ -35,18 +35,11 @@ def assert_close(where: str, actual: Tensor, exact: Tensor, limit: float, scale:
     assert bool(actual.any()) == (norm > 0), f"{where}: all zero"
 
 
-def assert_gemms_agree(
-    ours: Backend, plan: RoutingPlan, case: Case, limit: float, seed: int = 0
-) -> list[tuple[Operand, Tensor]]:
+def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Case, limit: float) -> list[tuple[Operand, Tensor]]:
     """up_proj, down_proj, down_proj_dgrad and up_proj_dgrad to ``limit`` against the torch backend in fp32, each given
     what the one before it wrote; what up_proj has quantised to e4m3's rounding. Returns that, and its exact values."""
-    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
-    given = make_inputs(
-        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
-    )
-    x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
-    w1, w2 = (turn(w1), turn(w2)) if case.transposed else (w1, w2)
-    s, do, exact = given["scores"].reshape(-1), torch.randn_like(x), backend_named("torch_fp8")
+    spec, (x, w1, w2, b1, b2, s) = case.spec, operands_of(case, plan)
+    do, exact = torch.randn_like(x), backend_named("torch_fp8")
     rows = slice(0, int(plan.row_start_of_expert[-1]))
     in_use = (rows,)  # of an operand
 
@@ -80,9 +73,8 @@ def assert_gemms_agree(
 
 def assert_columns_agree(ours: Backend, plan: RoutingPlan, case: Case, columns: slice, limit: float) -> None:
     """down_proj and up_proj_dgrad of a slice of d, of weights that are quantised once for all slices, or there."""
-    given = make_inputs(plan, case.hidden_size, case.intermediate_size, dtype=case.dtype, bias=True)
-    w1, w2, b2 = given["w1"], given["w2"], given["b2"][:, columns]
-    w1, w2 = (turn(w1), turn(w2)) if case.transposed else (w1, w2)
+    _, w1, w2, _, bias, _ = operands_of(replace(case, bias=True), plan)
+    b2 = bias[:, columns]
     a, dh = (torch.randn(plan.capacity, each, device=w1.device).to(case.dtype) for each in (w2.shape[2], w1.shape[1]))
     exact, rows = backend_named("torch_fp8"), slice(0, int(plan.row_start_of_expert[-1]))
     expected = exact.down_proj(a.float(), w2[:, columns].float(), b2.float(), plan)[rows]

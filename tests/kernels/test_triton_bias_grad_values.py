@@ -6,11 +6,12 @@ T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n
 import pytest
 import torch
 from torch import Tensor
+from triton_checks import OF_FP32, TOLERANCE, Case, assert_kernels_agree
 
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
-from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.testing import hostile_routings, make_inputs
@@ -19,7 +20,6 @@ pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poiso
 
 D, N = 40, 24
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
-TOLERANCE = 3e-6  # of fp16 operands, too: products and sums are fp32's
 
 
 @pytest.fixture(params=["pointer", "descriptor"], autouse=True)
@@ -34,60 +34,39 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert actual.shape == expected.shape
-    assert actual.dtype == torch.float32
-    assert bool(actual.isfinite().all())
-    assert float((actual.double() - expected).norm()) <= TOLERANCE * float(expected.norm())
-
-
-def assert_bias_grads(
-    plan: RoutingPlan, dtype: torch.dtype, scale: float = 1.0, widths_of_x: tuple[int, ...] = (D, D + 8)
-) -> None:
-    """db1, beside dw1 for each of these widths, db2 and b2's share of ds, row by row in fp64.
-
-    h and do are zero where it makes no difference.
-    """
-    given = make_inputs(plan, D, N, "relu", dtype=dtype, bias=True)
-    s, b2 = scale * given["scores"].reshape(-1), given["b2"]
-    do, dh = random(plan.num_tokens, D, dtype=dtype), random(plan.capacity, 2 * N, dtype=dtype, seed=1)
-    starts = plan.row_start_of_expert.tolist()
-    dh[starts[-1] :] = float("nan")
-    db1 = torch.zeros(plan.num_experts, 2 * N, dtype=torch.float64)
-    db2 = torch.zeros(plan.num_experts, D, dtype=torch.float64)
-    ds = torch.zeros(plan.num_pairs, dtype=torch.float64)
-    for expert in range(plan.num_experts):
-        for row in range(starts[expert], starts[expert + 1]):
-            token, pair = int(plan.token_of_row[row]), int(plan.pair_of_row[row])
-            db1[expert] += dh[row].double()
-            db2[expert] += s[pair].double() * do[token].double()
-            ds[pair] = do[token].double() @ b2[expert].double()
-    assert_close(TritonBackend().up_proj_bias_grad(dh, plan), db1)
-    for width in widths_of_x:  # the ones end a tile, and begin one
-        x = random(plan.num_tokens, width, dtype=dtype)
-        for column_major in (False, True):
-            dw1, beside = TritonBackend().up_proj_wgrad_bias_grad(x, dh, plan, column_major)
-            assert_close(beside, db1)
-            assert torch.equal(dw1, TritonBackend().up_proj_wgrad(x, dh, plan, column_major))
-    assert_close(TritonBackend().down_proj_bias_grad(do, s, plan), db2)
-    spec, h = activation_spec("relu", "concatenated", None, None), torch.zeros(plan.capacity, N, dtype=dtype)
-    assert_close(TritonBackend().down_proj_dgrad_dact(do, given["w2"], b2, h, s, plan, spec)[1], ds)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_pairs_that_were_given_several_times(dtype: torch.dtype) -> None:
+# Beside dw1, the ones of db1 end a tile of x's columns, and begin one.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(torch.float16, "relu", bias=True, hidden_size=D, intermediate_size=N),
+        Case(torch.float32, "relu", bias=True, transposed=True, hidden_size=D + 8, intermediate_size=N),
+    ],
+    ids=str,
+)
+def test_pairs_that_were_given_several_times(case: Case) -> None:
     """More often than a tile has rows, at the end of one, and beside others; by top-K, too."""
     token = torch.tensor([3] * 37 + [5, 5, 4, 6, 6, 6] + list(range(16)) * 2)
     expert = torch.tensor([1] * 37 + [1, 1, 1, 0, 2, 2] + [2] * 32)
     shuffled = torch.randperm(len(token), generator=torch.Generator().manual_seed(0))
-    assert_bias_grads(plan_pairs(token[shuffled], expert[shuffled], 17, 4), dtype)
-    # In fp16 the lower of a score's two parts would be below its least number.
-    assert_bias_grads(plan_topk(torch.tensor([[1, 1, 1], [0, 2, 0], [2, 2, 9], [9, 1, 9]]), 3), dtype, scale=1e-3)
+    for plan in (
+        plan_pairs(token[shuffled], expert[shuffled], 17, 4),
+        plan_topk(torch.tensor([[1, 1, 1], [0, 2, 0], [2, 2, 9], [9, 1, 9]]), 3),
+    ):
+        assert_kernels_agree(TritonBackend(), plan, case, TOLERANCE[case.dtype])
 
 
-def test_many_experts() -> None:
-    ids = torch.stack([torch.arange(40) * 7 % 130, torch.arange(40) * 11 % 130 // 2], dim=1)
-    assert_bias_grads(plan_topk(ids, 130), torch.float32, widths_of_x=())
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_many_experts_and_small_scores_in_fp16(scale: float) -> None:
+    """The lower of a small score's two parts would be below fp16's least number."""
+    plan = plan_topk(torch.stack([torch.arange(40) * 7 % 130, torch.arange(40) * 11 % 130 // 2], dim=1), 130)
+    do, dh = random(plan.num_tokens, D, dtype=torch.float16), random(plan.capacity, N, dtype=torch.float16, seed=1)
+    s, exact = scale * torch.rand(plan.num_pairs), TorchBackend()
+    for found, expected in (
+        (TritonBackend().down_proj_bias_grad(do, s, plan), exact.down_proj_bias_grad(do.double(), s.double(), plan)),
+        (TritonBackend().up_proj_bias_grad(dh, plan), exact.up_proj_bias_grad(dh.double(), plan)),
+    ):
+        assert found.dtype == torch.float32
+        assert float((found.double() - expected).norm()) <= OF_FP32 * float(expected.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

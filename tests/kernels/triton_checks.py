@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tilemoe.activations import activation_spec
+from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import compute_dtype, is_column_major
 from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -44,6 +44,10 @@ class Case:
     hidden_size: int = 40
     intermediate_size: int = 24
     limit: float | None = None
+
+    @property
+    def spec(self) -> ActivationSpec:
+        return activation_spec(self.activation, self.gate_up, self.limit, None)
 
 
 # By venue; on a GPU by backend.
@@ -129,19 +133,20 @@ def choose_bands(
     return asked
 
 
+def operands_of(case: Case, plan: RoutingPlan, seed: int = 0) -> tuple[Any, ...]:
+    """x, w1, w2, b1, b2 (None without biases) and the scores (P,)."""
+    sizes = (case.hidden_size, case.intermediate_size)
+    given = make_inputs(plan, *sizes, case.activation, dtype=case.dtype, bias=case.bias, seed=seed)
+    w1, w2 = (turn(given[name]) if case.transposed else given[name] for name in ("w1", "w2"))
+    return given["x"], w1, w2, given.get("b1"), given.get("b2"), given["scores"].reshape(-1)
+
+
 def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
     """Every GEMM and bias gradient of ``kernels`` by itself: name to (its result, the same by the torch set in fp64).
 
     Each kernel reads what the one before it wrote, so that errors do not add up. Rows past R are cut off.
     """
-    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
-    given = make_inputs(
-        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
-    )
-    x, w1, w2 = given["x"], given["w1"], given["w2"]
-    if case.transposed:
-        w1, w2 = turn(w1), turn(w2)
-    b1, b2, s = given.get("b1"), given.get("b2"), given["scores"].reshape(-1)
+    spec, (x, w1, w2, b1, b2, s) = case.spec, operands_of(case, plan, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     do = torch.randn(plan.num_tokens, case.hidden_size, generator=generator).to(plan.device, case.dtype)
     exact, num_rows = TorchBackend(), int(plan.row_start_of_expert[-1])
@@ -254,13 +259,7 @@ def assert_kernels_agree(kernels: Backend, plan: RoutingPlan, case: Case, tolera
 def assert_inference_agrees(kernels: Backend, plan: RoutingPlan, case: Case, tolerance: float) -> None:
     """up_proj and down_proj as inference runs them against the torch set in fp64, RMS-relative, each given what the
     other wrote."""
-    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
-    given = make_inputs(
-        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias
-    )
-    x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
-    if case.transposed:
-        w1, w2 = turn(w1), turn(w2)
+    spec, (x, w1, w2, b1, b2, _) = case.spec, operands_of(case, plan)
     a = kernels.up_proj_act_inference(x, w1, b1, plan, spec)
     y = kernels.down_proj_inference(a, w2, b2, plan)
     exact_a = TorchBackend().up_proj_act_inference(x.double(), w1.double(), _double(b1), plan, spec)
