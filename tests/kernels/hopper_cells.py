@@ -25,7 +25,7 @@ from triton_compile import (
 
 from tilemoe.activations import REGISTRY
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
-from tilemoe.kernels.experts.hopper.configs import TILES
+from tilemoe.kernels.experts.hopper.configs import tile_of
 from tilemoe.kernels.experts.triton.configs import ROW_MAJOR_K, ROW_MAJOR_TILES_OF_B1, Kernel
 from tilemoe.runtime.launch import Launch
 
@@ -37,7 +37,7 @@ WIDTHS = MappingProxyType(
     {
         "even": (128, 256),
         "uneven": (200, 136),
-        "wide": (ROW_MAJOR_K + 64, (ROW_MAJOR_TILES_OF_B1 + 1) * TILES["up_proj_act"].block_n),
+        "wide": (ROW_MAJOR_K + 64, (ROW_MAJOR_TILES_OF_B1 + 1) * tile_of("up_proj_act", ROW_MAJOR_K).block_n),
     }
 )
 # The order of tiles is the producer's, which knows of an activation only whether and where there is a gate.
@@ -99,7 +99,7 @@ def launch_of_cell(cell: Cell) -> Launch | None:
 def assert_moves_as_promised(compiled: Any, launch: Launch, kernel: Kernel, gate_up: str, bias: bool) -> None:
     """Matrix units; the weight by TMA alone, rows by 16 bytes, little else one by one; threads that meet in time."""
     ptx = str(compiled.asm["ptx"])
-    assert f"wgmma.mma_async.sync.aligned.m64n{TILES[kernel].block_n}k16" in ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{tile_of(kernel, ROW_MAJOR_K).block_n}k16" in ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx), "the weight"
     assert_no_pointer_to_weight(ptx, launch)
     assert bytes_of_copies(ptx) == COPIES[kernel], "rows, and for the scores' gradient their pairs"

@@ -39,18 +39,17 @@ from tilemoe.kernels.experts.hopper import host
 from tilemoe.kernels.experts.hopper.configs import (
     CONSUMERS,
     FP8_STATIONARY,
-    FP8_TILE,
-    FP8_WGRAD,
+    GEMMS,
     MAX_CONTRACTION,
     MAX_CONTRACTION_OF_NARROW,
     MAX_WIDTH_OF_DH,
     NARROW,
     SHARED_BYTES,
     STATIONARY,
-    TILES,
     WARPGROUP_M,
-    is_faster,
+    row_of,
     tile_of,
+    why_slower,
     why_unsupported,
 )
 from tilemoe.kernels.experts.hopper.gemm_pingpong import BLOCKS
@@ -64,6 +63,7 @@ from tilemoe.runtime.launch import Launch
 
 H200, IS_3_6 = Device(90, SHARED_BYTES, 132), triton.__version__.startswith("3.6.")
 OF_ROWS: tuple[Kernel, ...] = ("down_proj", "up_proj_dgrad")
+LONG = 4096  # a contraction that no stationary weight has
 GATHERED = {"up_proj_act", "down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_wgrad"}
 # Spill loads, once per tile of 128 x 256; 0 where none is named. Triton 3.9 spills some, and in the gathers, too.
 SPILLS = {} if IS_3_6 else dict.fromkeys(GATHERED, 16) | {"down_proj_dgrad_dact": 28}
@@ -182,13 +182,13 @@ def test_loops_over_work_items_carry_the_number_of_blocks() -> None:
 def test_tiles_are_as_tall_as_the_kernels_have_blocks() -> None:
     for kernel in KERNELS:
         blocks = BLOCKS if kernel in OF_ROWS else CONSUMERS
-        assert TILES[kernel].block_m == WARPGROUP_M * blocks, kernel
+        assert tile_of(kernel, LONG).block_m == WARPGROUP_M * blocks, kernel
     for kernel in ("up_proj_act", "down_proj_dgrad_dact"):
-        assert TILES[kernel].block_m == tile_rows(2, H200), "it shares the portable kernels' list"
+        assert tile_of(kernel, LONG).block_m == tile_rows(2, H200), "it shares the portable kernels' list"
 
 
 def test_registers_of_three_warpgroups_fit() -> None:
-    for tile in (*TILES.values(), STATIONARY, FP8_TILE, FP8_STATIONARY, FP8_WGRAD):
+    for tile in {row.tile for row in GEMMS}:
         assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536, tile
         assert tile.consumer_registers % 8 == 0, tile
         assert tile.producer_registers % 8 == 0, tile
@@ -196,8 +196,8 @@ def test_registers_of_three_warpgroups_fit() -> None:
 
 def test_only_short_contractions_of_contiguous_rows_keep_a_weight() -> None:
     for kernel in KERNELS:
-        assert tile_of(kernel, 256) is (STATIONARY if kernel in OF_ROWS else TILES[kernel]), kernel
-        assert tile_of(kernel, 257) is TILES[kernel], kernel
+        assert tile_of(kernel, 256) is (STATIONARY if kernel in OF_ROWS else tile_of(kernel, LONG)), kernel
+        assert tile_of(kernel, 257) is tile_of(kernel, LONG), kernel
     assert STATIONARY.block_m % WARPGROUP_M == 0
 
 
@@ -218,13 +218,27 @@ def test_where_they_run_and_why_not_elsewhere(device: Device, version: str, word
 
 def test_long_contractions_stay_portable() -> None:
     for width, longest in ((NARROW, MAX_CONTRACTION_OF_NARROW), (NARROW + 1, MAX_CONTRACTION)):
-        assert is_faster("up_proj_dgrad", longest, width)
-        assert not is_faster("up_proj_dgrad", longest + 1, width)
-    assert is_faster("up_proj_wgrad", 4096, MAX_WIDTH_OF_DH)
-    assert not is_faster("up_proj_wgrad", 4096, MAX_WIDTH_OF_DH + 1)
+        assert why_slower("up_proj_dgrad", longest, width) is None
+        assert why_slower("up_proj_dgrad", longest + 1, width) == f"the contraction is longer than {longest}"
+    assert why_slower("up_proj_wgrad", 4096, MAX_WIDTH_OF_DH) is None
+    assert why_slower("up_proj_wgrad", 4096, MAX_WIDTH_OF_DH + 1) == f"dh is wider than {MAX_WIDTH_OF_DH}"
     for name in ("up_proj_act", "down_proj", "down_proj_dgrad_dact"):
-        assert is_faster(name, 7168, 2048)
-    assert not is_faster("down_proj", 512, 32), "narrow"
+        assert why_slower(name, 7168, 2048) is None
+    assert why_slower("down_proj", 512, 32) == "d or n is below 64"
+
+
+@pytest.mark.parametrize("width", [200, 456])
+def test_a_launch_is_of_the_kernel_and_the_tile_that_its_row_says(width: int) -> None:
+    of = make_operands(widths=(width, width))
+    launches = {
+        kernel: row_gemm_launch(host, kernel, of, H200, tall=True) for kernel in KERNELS if "wgrad" not in kernel
+    }
+    launches["up_proj_wgrad"] = host.wgrad_launch("up_proj_wgrad", of.x, of.h, of.w1.transpose(1, 2), of.plan, H200)
+    for kernel, launch in launches.items():
+        row = row_of(kernel, 2 * width if kernel == "up_proj_dgrad" else width)
+        module, _, name = row.kernel.partition(":")
+        assert (launch.kernel.fn.__module__.split(".")[-1], launch.kernel.fn.__name__) == (module, name)
+        assert (launch.constants["BN"], launch.constants["STAGES"]) == (row.tile.block_n, row.tile.num_stages)
 
 
 # FP8

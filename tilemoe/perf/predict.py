@@ -36,6 +36,7 @@ LAYER_FORWARD = ("logits", "route", *FORWARD)
 LAYER_BACKWARD = (*BACKWARD, "route_grad", "logits_grad")
 LAUNCH_MS = 0.005
 LAUNCHES = MappingProxyType({"route": 3, "logits_grad": 3})  # every other step is one
+_NOT_SHORT = hopper.STATIONARY.b_stages * hopper.BLOCK_K + 1
 SLICE_MS = 0.02  # of each slice of d beyond the first (tilemoe/kernels/experts/slicing.py)
 FITTED_ON = "H200"
 
@@ -139,8 +140,9 @@ def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
         width_in, width_out = _widths(kernel, d, n, w)
     parts = 2 if kernel == "up_proj_act" and shape.is_gated else 1  # gate and up have the tile's columns each
     takes_hopper = gpu.capability == hopper.CAPABILITY and shape.element_bytes == 2
-    if takes_hopper and hopper.is_faster(kernel, width_in, width_out // parts):
-        tile = hopper.TILES[kernel]  # short contractions, too: the rates are of times before they had others
+    if takes_hopper and hopper.why_slower(kernel, width_in, width_out // parts) is None:
+        # Of short contractions, too: the rates are of times before they had others.
+        tile = hopper.tile_of(kernel, max(width_in, _NOT_SHORT))
         unit = hopper.WARPGROUP_M if kernel in KINDS["rows"] else tile.block_m
         return tile.block_m, hopper.BLOCK_K if kernel in WEIGHT_GRADS else unit, tile.block_n
     gate_up = "concatenated" if shape.is_gated else None

@@ -2,7 +2,7 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-16-bit operands: each call is decided by them. fp32, widths for which `is_faster` says no, and strides that TMA cannot
+16-bit operands: each call is decided by them. fp32, widths for which `why_slower` says why, and strides that TMA cannot
 describe go to the portable kernel (`super()`), which computes the same.
 
 FP8 operands: all GEMMs but narrow layers' weight gradients. x and do are quantised once per token (not per row) in each
@@ -22,7 +22,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.hopper import configs, host, serves
-from tilemoe.kernels.experts.hopper.configs import is_faster, tile_of
+from tilemoe.kernels.experts.hopper.configs import tile_of, why_slower
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe, can_describe_rows, has_aligned_rows
@@ -160,7 +160,7 @@ def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, widt
         raise ValueError(f"kernels='hopper': {why}; pass kernels=None or 'triton'")
     if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
         return None
-    return device if is_faster(kernel, width_in, width_out) else None
+    return device if why_slower(kernel, width_in, width_out) is None else None
 
 
 def _why_not_dtype(dtype: torch.dtype) -> str | None:

@@ -7,10 +7,12 @@ d hidden_size · n intermediate_size · BM, BN, BK tile sizes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
+from tilemoe.config import quantizes_wgrad
 from tilemoe.kernels.experts.triton.configs import Kernel
 
 if TYPE_CHECKING:  # it imports torch, which this module does not need
@@ -52,16 +54,6 @@ class TileConfig:
 
 _COOPERATIVE = TileConfig(COOPERATIVE_M, 256, 4, 224, 56)
 _PINGPONG = TileConfig(PINGPONG_M, 128, 4, 240, 32)
-TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
-    {
-        "up_proj_act": _COOPERATIVE,
-        "down_proj": _PINGPONG,
-        "down_proj_dgrad_dact": _COOPERATIVE,
-        "down_proj_wgrad": _COOPERATIVE,
-        "up_proj_dgrad": _PINGPONG,
-        "up_proj_wgrad": _COOPERATIVE,
-    }
-)
 # Weight-stationary tile of down_proj and up_proj_dgrad with a contraction of up to 4 k-blocks: B's 128 KB are all that
 # shared memory has room for. With 8 k-blocks of 128 columns instead, up to 512, it was 5 to 9% slower than ping-pong.
 STATIONARY = TileConfig(STATIONARY_M, 256, 8, 240, 24, 4)
@@ -97,33 +89,81 @@ def why_unsupported(device: Device, triton_version: str) -> str | None:
     return None
 
 
-def tile_of(kernel: Kernel, width_in: int) -> TileConfig:
-    """The kernel's tile for a contraction of length ``width_in``."""
-    is_short = width_in <= STATIONARY.b_stages * BLOCK_K
-    return STATIONARY if is_short and kernel in ("down_proj", "up_proj_dgrad") else TILES[kernel]
+class GemmRow(NamedTuple):
+    """A kernel that serves GEMMs with operands in a format, and its tile.
 
-
-def fp8_rows_tile(width_in: int) -> TileConfig:
-    """The tile of down_proj and up_proj_dgrad with FP8 operands for a contraction of length ``width_in``.
-
-    Weight-stationary only where the k-blocks of two blocks divide the stages: each consumer then always waits at the
-    same stages, whose phases it has followed. Loads land in any order, so another's stage might be a phase behind.
+    kernel: "module:function" of this folder. contractions: the lengths that it takes. why_slower: given K and N, of
+    weight gradients (whose K are rows) the widths of the gathered and of the contiguous operand, why the portable
+    kernels are to serve; None: they are not.
     """
-    steps = width_in // (2 * BLOCK_K)  # of bytes
-    is_short = steps <= FP8_STATIONARY.b_stages and FP8_STATIONARY.num_stages % (2 * steps) == 0
-    return FP8_STATIONARY if is_short else FP8_TILE
+
+    gemms: tuple[Kernel, ...]
+    format: str
+    kernel: str
+    tile: TileConfig
+    why_slower: Callable[[int, int], str | None]
+    contractions: Container[int] = range(1 << 31)
 
 
-def is_faster(kernel: Kernel, width_in: int, width_out: int) -> bool:
-    """Whether the Hopper kernel beats the portable one.
+def _narrow(width_in: int, width_out: int) -> str | None:
+    return f"d or n is below {MIN_WIDTH}" if min(width_in, width_out) < MIN_WIDTH else None
 
-    width_in, width_out: of the other kernels K and N, of the weight gradients (whose K are rows) the widths of the
-    gathered and of the contiguous operand.
-    """
-    if min(width_in, width_out) < MIN_WIDTH:
-        return False
-    if kernel == "up_proj_wgrad":
-        return width_out <= MAX_WIDTH_OF_DH
-    if kernel == "up_proj_dgrad":
-        return width_in <= (MAX_CONTRACTION_OF_NARROW if width_out <= NARROW else MAX_CONTRACTION)
-    return True
+
+def _long(width_in: int, width_out: int) -> str | None:
+    longest = MAX_CONTRACTION_OF_NARROW if width_out <= NARROW else MAX_CONTRACTION
+    return f"the contraction is longer than {longest}" if width_in > longest else _narrow(width_in, width_out)
+
+
+def _wide(width_in: int, width_out: int) -> str | None:
+    return f"dh is wider than {MAX_WIDTH_OF_DH}" if width_out > MAX_WIDTH_OF_DH else _narrow(width_in, width_out)
+
+
+def _unquantised(width_in: int, width_out: int) -> str | None:
+    return None if quantizes_wgrad(width_in, width_out) else "the weight gradient is too narrow to gain"
+
+
+def _never(width_in: int, width_out: int) -> str | None:
+    return None
+
+
+# Of a GEMM's rows in its format the first that takes the contraction serves.
+GEMMS = (
+    GemmRow(("up_proj_act",), "dense", "gemm_gather_act:up_proj_act_kernel", _COOPERATIVE, _narrow),
+    GemmRow(("down_proj_dgrad_dact",), "dense", "gemm_dgrad_dact:gemm_dgrad_dact_kernel", _COOPERATIVE, _narrow),
+    GemmRow(
+        ("down_proj", "up_proj_dgrad"), "dense", "gemm_stationary:gemm_stationary_kernel", STATIONARY, _narrow,
+        range(STATIONARY.b_stages * BLOCK_K + 1),
+    ),
+    GemmRow(("down_proj",), "dense", "gemm_pingpong:gemm_rows_kernel", _PINGPONG, _narrow),
+    GemmRow(("up_proj_dgrad",), "dense", "gemm_pingpong:gemm_rows_kernel", _PINGPONG, _long),
+    GemmRow(("down_proj_wgrad",), "dense", "gemm_wgrad:gemm_wgrad_kernel", _COOPERATIVE, _narrow),
+    GemmRow(("up_proj_wgrad",), "dense", "gemm_wgrad:gemm_wgrad_kernel", _COOPERATIVE, _wide),
+    GemmRow(("up_proj_act",), "fp8", "gemm_gather_act:up_proj_act_kernel", FP8_TILE, _never),
+    GemmRow(("down_proj_dgrad_dact",), "fp8", "gemm_dgrad_dact:gemm_dgrad_dact_kernel", FP8_TILE, _never),
+    # Only where the k-blocks of two blocks divide the stages: each consumer then always waits at the same stages, whose
+    # phases it has followed. Loads land in any order, so another's stage might be a phase behind.
+    GemmRow(
+        ("down_proj", "up_proj_dgrad"), "fp8", "gemm_stationary:gemm_stationary_kernel", FP8_STATIONARY, _never,
+        (2 * BLOCK_K, 4 * BLOCK_K, 8 * BLOCK_K),
+    ),
+    GemmRow(("down_proj", "up_proj_dgrad"), "fp8", "gemm_cooperative:gemm_cooperative_kernel", FP8_TILE, _never),
+    GemmRow(
+        ("down_proj_wgrad", "up_proj_wgrad"), "fp8", "gemm_wgrad:gemm_transposed_kernel", FP8_WGRAD, _unquantised
+    ),
+)  # fmt: skip
+
+
+@cache
+def row_of(gemm: Kernel, width_in: int, form: str = "dense") -> GemmRow:
+    """The row that serves a GEMM with operands in the format ``form`` and a contraction of ``width_in``."""
+    return next(row for row in GEMMS if gemm in row.gemms and row.format == form and width_in in row.contractions)
+
+
+def tile_of(gemm: Kernel, width_in: int, form: str = "dense") -> TileConfig:
+    """The tile of `row_of`."""
+    return row_of(gemm, width_in, form).tile
+
+
+def why_slower(gemm: Kernel, width_in: int, width_out: int) -> str | None:
+    """Why the portable kernel beats the Hopper kernel with dense operands; None if it does not."""
+    return row_of(gemm, width_in).why_slower(width_in, width_out)

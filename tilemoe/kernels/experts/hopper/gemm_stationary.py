@@ -16,7 +16,7 @@ blocks release B k-block by k-block, and the next item's are loaded in their pla
 16-bit operands (SCALES "none"): `stationary_producer` and `stationary_consumer`, a ping-pong schedule.
 FP8 operands, as in `gemm_cooperative`: `scaled_producer` and `scaled_consumer`, without a barrier that orders the
 consumers: while one applies scales, the tensor cores work for the other. Hence the k-blocks of two blocks must divide
-the stages (`configs.fp8_rows_tile`), or a consumer would wait for a stage more than one phase ahead, and mbarriers know
+the stages (`configs.GEMMS`), or a consumer would wait for a stage more than one phase ahead, and mbarriers know
 only a phase's parity. Consumers that apply block scales have no registers left to decode work items: the producer does
 it for them.
 """

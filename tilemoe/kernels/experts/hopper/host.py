@@ -22,7 +22,6 @@ from tilemoe.kernels.experts.hopper.configs import (
     ADDED_N,
     BLOCK_K,
     EPILOGUE_N,
-    TILES,
     WARPGROUP_M,
     TileConfig,
     tile_of,
@@ -92,8 +91,7 @@ def tile_for(kernel: Kernel, weight: Tensor | Operand) -> TileConfig:
     """The tile of a GEMM over rows; of down_proj and up_proj_dgrad for a weight (E, p, q)."""
     if isinstance(weight, Tensor):
         return tile_of(kernel, weight.shape[1])
-    is_gathered = kernel in ("up_proj_act", "down_proj_dgrad_dact")
-    return configs.FP8_TILE if is_gathered else configs.fp8_rows_tile(weight.data.shape[1])
+    return tile_of(kernel, weight.data.shape[1], "fp8")
 
 
 def up_proj_act_launch(
@@ -180,7 +178,7 @@ def wgrad_launch(
     """
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
-    tile = TILES[kernel]
+    tile = tile_of(kernel, p)
     to, transposed = gradient_descriptor(out, adds)
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)

@@ -5,7 +5,8 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,9 +26,14 @@ from tilemoe.kernels.experts.triton.quantize import dequantized_rows, quantized_
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device, device_of, why_no_triton
+from tilemoe.runtime.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_DENSE = "the portable kernels read dense rows, and weights that are dense or in NF4"
+# A format of packed weights -> what launches its GEMM over rows.
+_PACKED: MappingProxyType[type, Callable[..., tuple[Launch, Tensor]]] = MappingProxyType(
+    {Nf4Weight: gemm_nf4.nf4_launch}
+)
+_DENSE = "the portable kernels read dense rows, and weights that are dense or packed"
 
 
 class TritonBackend(Backend):
@@ -58,9 +64,9 @@ class TritonBackend(Backend):
     def up_proj(
         self, x: Tensor, w1: WeightOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> Tensor:
-        if not isinstance(w1, Nf4Weight):
+        if isinstance(w1, Tensor):
             return super().up_proj(x, w1, b1, plan, spec)
-        return _times_nf4(aligned_rows(x), plan.token_of_row, w1.transpose(1, 2), b1, plan)
+        return _times_packed(aligned_rows(x), plan.token_of_row, w1.transpose(1, 2), b1, plan)
 
     def quantize_h(self, h: Tensor) -> Operand:
         why = why_no_e4m3(h.device)
@@ -167,9 +173,8 @@ class TritonBackend(Backend):
         """down_proj and up_proj_dgrad: rows (R_max, in) times their expert's weight (E, in, out), plus bias (E,
         out)."""
         assert isinstance(rows, Tensor), _DENSE
-        if isinstance(weight, Nf4Weight):
-            return _times_nf4(rows.contiguous(), None, weight, bias, plan)
-        assert isinstance(weight, Tensor), _DENSE
+        if not isinstance(weight, Tensor):
+            return _times_packed(rows.contiguous(), None, weight, bias, plan)
         device = _check(rows, *weight.shape[1:])
         if plan.capacity == 0:
             return rows.new_empty(0, weight.shape[2])
@@ -220,13 +225,16 @@ class TritonBackend(Backend):
             sums.zero_()
 
 
-def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+def _times_packed(
+    rows: Tensor, index: Tensor | None, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
+) -> Tensor:
     """Rows (R_max, in), or rows[index] gathered, times their expert's weight (E, in, out), plus bias (E, out)."""
+    assert not isinstance(weight, Tensor | Operand), _DENSE
     device = _check(rows, *weight.shape[1:])
     if plan.capacity == 0:
         return rows.new_empty(0, weight.shape[2])
     tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-    launch, out = gemm_nf4.nf4_launch(rows, index, weight, bias, plan, tiles, device)
+    launch, out = _PACKED[type(weight)](rows, index, weight, bias, plan, tiles, device)
     launch.run()
     return out
 
