@@ -12,6 +12,7 @@ import runpy
 import pytest
 from test_docs_names import NAME, ROOT, prose
 
+from tilemoe.kernels.experts.table import ROWS
 from tilemoe.kernels.experts.triton import configs
 from tilemoe.perf.costs import kernel_costs
 from tilemoe.runtime.device import Device
@@ -74,6 +75,12 @@ def test_tiles_are_those_of_the_code(kernel: configs.Kernel) -> None:
         f"{tile.block_m} x {parts * tile.block_n} x {tile.block_k}, {tile.num_stages} stages, {tile.num_warps} warps"
         for tile in tiles
     ]
+
+
+def test_the_page_of_fp8_has_the_table_s_backends_and_reasons() -> None:
+    lines = (DOCS / "fp8.md").read_text(encoding="utf-8").splitlines()
+    told = [[cell.strip(" `") for cell in line.split("|")[1:3]] for line in lines if "_fp8` |" in line]
+    assert told == [[row.name, row.because] for row in ROWS if row.precision == "fp8"]
 
 
 def test_the_worked_example_is_what_the_package_computes() -> None:
