@@ -104,8 +104,7 @@ def swapped_layer(name: str, shape: MoEShape, weights: peers.Weights) -> peers.C
     moe = tilemoe.MoE(peers.layer_config(shape), device="meta")
     version = swap(moe, name)
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
-    leaves = (weights.router, weights.w1, weights.w2)
-    return peers.Contestant(name, version, lambda x: moe(x).hidden, leaves, lambda grad: grad)
+    return peers.Contestant(name, version, lambda x: moe(x).hidden, weights.leaves)
 
 
 def obstacle(name: str, model: ModelConfig, expert_parallel: int) -> str | None:

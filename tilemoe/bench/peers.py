@@ -39,6 +39,10 @@ class Weights:
     w1: nn.Parameter
     w2: nn.Parameter
 
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.router, self.w1, self.w2
+
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
@@ -51,7 +55,7 @@ class Contestant:
     version: str
     run: Callable[[Tensor], Tensor]
     leaves: tuple[Tensor, Tensor, Tensor]
-    w1_rows: Callable[[Tensor], Tensor]
+    w1_rows: Callable[[Tensor], Tensor] = lambda grad: grad
     tolerance: float = TOLERANCES["bf16"]
 
 
@@ -84,9 +88,7 @@ def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None)
     moe = MoE(layer_config(shape, precision), device="meta", kernels=kernels).eval()
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
     name = "tilemoe" if kernels is None else f"tilemoe[{kernels}]"
-    leaves = (weights.router, weights.w1, weights.w2)
-    version, tolerance = __version__, TOLERANCES[precision]
-    return Contestant(name, version, lambda x: moe(x).hidden, leaves, lambda grad: grad, tolerance)
+    return Contestant(name, __version__, lambda x: moe(x).hidden, weights.leaves, tolerance=TOLERANCES[precision])
 
 
 def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
@@ -109,15 +111,13 @@ def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
 
 def scattermoe(shape: MoEShape, weights: Weights) -> Contestant:
     version, experts = scattermoe_experts()
-    layer = routed(experts, weights, shape.num_experts_per_tok)
-    return Contestant("scattermoe", version, layer, (weights.router, weights.w1, weights.w2), lambda grad: grad)
+    return Contestant("scattermoe", version, routed(experts, weights, shape.num_experts_per_tok), weights.leaves)
 
 
 def grouped_mm(shape: MoEShape, weights: Weights) -> Contestant:
     """PyTorch alone, left to torch.compile, the router included."""
     layer = torch.compile(routed(grouped_mm_experts, weights, shape.num_experts_per_tok), dynamic=False)
-    leaves = (weights.router, weights.w1, weights.w2)
-    return Contestant("grouped_mm", f"torch {torch.__version__}", layer, leaves, lambda grad: grad)
+    return Contestant("grouped_mm", f"torch {torch.__version__}", layer, weights.leaves)
 
 
 def routed(experts: Compute, weights: Weights, k: int) -> Callable[[Tensor], Tensor]:
