@@ -26,7 +26,9 @@ from tilemoe.kernels.expert_parallel.triton_window import (
     MAX_RANKS,
     NEEDED_ROWS,
     NEEDED_TOKENS,
+    RESULTS,
     STATE,
+    TOKENS,
     Limits,
     Window,
     agree,
@@ -198,14 +200,14 @@ class Windows:
         """(rows, tokens) that would have had to fit, 0 where all did; a host sync. The same on all ranks."""
         if self._window is None:
             return 0, 0
-        rows, tokens = self._window.view.state[NEEDED_ROWS : NEEDED_TOKENS + 1].tolist()
+        rows, tokens = self._window.view.state[NEEDED_ROWS.value : NEEDED_TOKENS.value + 1].tolist()
         return rows, tokens
 
     def check(self) -> None:
         """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
         rows, tokens = self.needed()
         if rows or tokens:
-            self._view().state[NEEDED_ROWS : NEEDED_TOKENS + 1] = 0
+            self._view().state[NEEDED_ROWS.value : NEEDED_TOKENS.value + 1] = 0
             raise ValueError(self._problem(rows, tokens))
 
     def grow(self, rows: int) -> None:
@@ -223,7 +225,7 @@ class Windows:
         layout = layout_of(self._limits, self.ranks)
         memory, addresses = self._allocate(self._group, self._device, layout.bytes)
         state = torch.zeros(STATE, dtype=torch.int32)
-        state[3:5] = -1  # no exchange has used a region
+        state[TOKENS.value : RESULTS.value + 1] = -1  # no exchange has used a region
         tensors = (torch.tensor(addresses, dtype=torch.int64).to(self._device), state.to(self._device))
         view = Window(*tensors, self.here, self._limits, layout)
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)

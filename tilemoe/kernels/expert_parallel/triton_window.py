@@ -9,15 +9,15 @@ ranks that had it, which are summed on the way (`pull_sums`). Two exchanges of T
 layer.
 
 A window (`WindowLayout`) has a region for each kind of rows. ``state`` (int32) is this rank's alone: the number of the
-last exchange, two counters of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`).
+last exchange, a counter of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`).
 
 Why nothing is overwritten too early. An exchange has a number, the same on all ranks. A rank says that it has *entered*
-exchange i in the first instructions of its put, which on its stream come after its pulls of all exchanges before i. Who
-puts into a region that exchange j used last waits until all ranks have entered one after j.
-Why every wait ends. Entering waits for nothing. The wait for entering needs only that, from kernels that are earlier on
-their streams than any that waits for this rank's answer. The wait for *ready* needs that the others put, which wait for
-entering alone. A waiting CTA needs a place on a multiprocessor, as any kernel does, and no kernel here needs two of its
-CTAs to run at once: who comes first enters, and who comes last tells and waits.
+exchange i by a kernel that on its stream comes after its pulls of all exchanges before i. Who puts into a region that
+exchange j used last waits until all ranks have entered one after j.
+Why every wait ends. Entering waits for nothing. The wait for entering needs that of the others, and the wait for
+*ready* needs that the others put, which waits for entering alone: nobody waits for what comes after an own wait on
+another stream of events. A wait takes one CTA on one multiprocessor; all others stay free for other streams, for
+NCCL's kernels among them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -38,23 +38,20 @@ from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
 
 MAX_RANKS = 16
-# Indices of ``state``.
+# Indices of ``state``: the last exchange; CTAs that are done; the last exchange that used each region; what did not
+# fit.
 STATE = 8
-_LAST, _ARRIVED, _DONE, _REGION = 0, 1, 2, 3  # the last: of tokens, and the next one of results
-NEEDED_ROWS, NEEDED_TOKENS = 5, 6
+LAST, DONE, TOKENS, RESULTS, NEEDED_ROWS, NEEDED_TOKENS = (tl.constexpr(index) for index in range(6))
 # Rows of what `agree` writes, W int32 each: for each rank, how many tokens and pairs came from it, and the first of
 # them here; where those for this rank begin there; what to add to the index of a copy or pair sent to it to find it
 # there; and the first pair sent to it, and their number.
 AGREED = 10
 _FLAG_BYTES = 4
-HEADER_BYTES = (
-    2 * MAX_RANKS * _FLAG_BYTES
-)  # of a window: which exchange each rank has entered, and has its rows ready for
+FLAGS = tl.constexpr(MAX_RANKS)  # of a kind: which exchange each rank has entered, and which it has its rows ready for
+HEADER_BYTES = 2 * MAX_RANKS * _FLAG_BYTES  # of a window
 _CTAS_PER_SM = 4  # of the kernels that move rows: remote reads take microseconds, and many must be in flight
 _ALIGNMENT = 128
 _BLOCK = 4096  # elements that a CTA moves at a time
-_TOKENS_REGION: tl.constexpr = tl.constexpr(0)
-_RESULTS_REGION: tl.constexpr = tl.constexpr(1)
 
 
 class Limits(NamedTuple):
@@ -123,12 +120,12 @@ def put_tokens(window: Window, rows: Tensor, index: Tensor | None) -> None:
     """Put rows (T, d) and, with the first exchange of a layer, index: the bytes from ``layout.sizes`` to its tokens, as
     int32. Returns once all ranks have put theirs, as far as later kernels of the stream are concerned.
     """
-    _put(window, rows, window.layout.tokens, index, window.layout.sizes, None, _TOKENS_REGION)
+    _put(window, rows, window.layout.tokens, index, window.layout.sizes, None, TOKENS)
 
 
 def put_results(window: Window, rows: Tensor, scores: Tensor | None, counts: Tensor) -> None:
     """Likewise the first M of rows (M_max, d), and the first Q of scores (Q_max). counts: `agree`'s."""
-    _put(window, rows, window.layout.results, scores, window.layout.scores, counts, _RESULTS_REGION)
+    _put(window, rows, window.layout.results, scores, window.layout.scores, counts, RESULTS)
 
 
 def _put(
@@ -147,8 +144,9 @@ def _put(
     grid = max(1, min(ceil_div(moved, _BLOCK), _CTAS_PER_SM * device.multiprocessors))
     lengths = (rows.shape[0], rows.shape[1], 0 if more is None else more.numel())
     args = (rows, more, counts, window.addresses, window.state, *lengths, at, more_at, window.here)
-    constants = {"REGION": region.value, "RANKS": window.ranks, "BLOCK": _BLOCK}
-    launch_of(put_kernel, (grid,), args, constants, num_warps=8).run()
+    constants = {"REGION": region.value, "RANKS": window.ranks}
+    launch_of(enter_kernel, (1,), (window.addresses, window.state, window.here), constants, num_warps=1).run()
+    launch_of(put_kernel, (grid,), args, {**constants, "BLOCK": _BLOCK}, num_warps=8).run()
 
 
 def agree(window: Window) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,18 +284,20 @@ def copy_flat(source, target, length, BLOCK: tl.constexpr):
         tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
 
 
+@triton.jit(do_not_specialize=["here"])
+def enter_kernel(addresses, state, here, REGION: tl.constexpr, RANKS: tl.constexpr):
+    """A single CTA: tell the others that this rank enters an exchange, wait until none reads the region any more."""
+    tell_all(addresses, tl.load(state + LAST) + 1, here, 0, RANKS)
+    flags = tl.load(addresses + here).to(tl.pointer_type(tl.int32))
+    wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)
+
+
 @triton.jit(do_not_specialize=["num_rows", "here"])
 def put_kernel(
     rows, more, counts, addresses, state, num_rows, width, num_more, rows_offset, more_offset, here,
     REGION: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Enter, copy rows and more into this rank's window, tell the others, wait for them."""
-    number = tl.load(state) + 1
-    needed = tl.load(state + 3 + REGION) + 1
-    if tl.atomic_add(state + 1, 1, sem="relaxed", scope="gpu") == 0:
-        tell_all(addresses, number, here, 0, RANKS)
-    flags = tl.load(addresses + here).to(tl.pointer_type(tl.int32))
-    wait_for(flags, needed, here, RANKS)
+    """Copy rows and more into this rank's window. Who comes last tells the others, and waits for them."""
     if counts is not None:
         num_rows = tl.minimum(num_rows, tl.load(counts))
     copy_flat(rows, region_of(addresses, here, rows_offset, rows), num_rows.to(tl.int64) * width, BLOCK)
@@ -306,13 +306,13 @@ def put_kernel(
             num_more = tl.minimum(num_more, tl.load(counts + 1))
         copy_flat(more, region_of(addresses, here, more_offset, more), num_more.to(tl.int64), BLOCK)
     tl.debug_barrier()
-    if tl.atomic_add(state + 2, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(state, number)
-        tl.store(state + 1, 0)
-        tl.store(state + 2, 0)
-        tl.store(state + 3 + REGION, number)
-        tell_all(addresses, number, here, 4 * 16, RANKS)
-        wait_for(flags + 16, number, here, RANKS)
+    if tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        number = tl.load(state + LAST) + 1
+        tl.store(state + LAST, number)
+        tl.store(state + DONE, 0)
+        tl.store(state + REGION, number)
+        tell_all(addresses, number, here, 4 * FLAGS, RANKS)
+        wait_for(tl.load(addresses + here).to(tl.pointer_type(tl.int32)) + FLAGS, number, here, RANKS)
 
 
 @triton.jit(do_not_specialize=["max_tokens", "max_pairs", "capacity", "here"])
@@ -336,9 +336,9 @@ def agree_kernel(
     rows_needed = tl.max(tl.sum(tl.load(cells + 1, mask=inside, other=0), axis=0), axis=0)
     fails = (rows_needed > capacity) | (over > 0)
     if rows_needed > capacity:
-        tl.store(state + 5, tl.maximum(tl.load(state + 5), rows_needed))
+        tl.store(state + NEEDED_ROWS, tl.maximum(tl.load(state + NEEDED_ROWS), rows_needed))
     if over > 0:
-        tl.store(state + 6, tl.maximum(tl.load(state + 6), tl.max(tokens, axis=0)))
+        tl.store(state + NEEDED_TOKENS, tl.maximum(tl.load(state + NEEDED_TOKENS), tl.max(tokens, axis=0)))
     inside = inside & (fails == 0)
     for column in tl.static_range(2):
         between = tl.load(cells + column, mask=inside, other=0)
