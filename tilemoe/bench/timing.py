@@ -186,10 +186,10 @@ def _window(step: Step, mode: str) -> _Window:
         host = start.elapsed_time(HostEvent())
         synchronize()
         gpu = max(marks[0].elapsed_time(marks[-1]), 1e-3)
-    spell = max(1, round(SUSTAINED_MS / gpu))
-    if mode == "sustained":
-        return _Window(spell, SUSTAINED_CALLS)
+    if mode == "sustained":  # where the host is slower, the GPU waits for it
+        return _Window(max(1, round(SUSTAINED_MS / max(host, gpu))), SUSTAINED_CALLS)
     assert mode == "alone"
+    spell = max(1, round(SUSTAINED_MS / gpu))
     calls = min(ALONE_MOST, max(ALONE_FEWEST, round(ALONE_MS / gpu)))
     return _Window(spell, calls, sleep_ms=_MARGIN * (host + max(0.0, host - gpu) * (spell + calls)))
 
