@@ -105,16 +105,6 @@ def test_the_plain_template_learns_the_assistants_words_and_the_end(tmp_path: Pa
     assert data.train.num_tokens == 6 + len(first) + 1
 
 
-@pytest.mark.parametrize(("template", "end"), [(MARKED, "<|im_end|>"), (UNMARKED, "<|im_end|>\n")])
-def test_a_chat_template_gives_transformers_ids(template: str, end: str, tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "base", template)
-    tokenizer = load_tokenizer(str(path))
-    ids, learnt = ChatEncoder(tokenizer).encode(Conversation("a:1", tuple(CHAT["messages"])))
-    theirs = AutoTokenizer.from_pretrained(path.parent)
-    assert ids.tolist() == theirs.apply_chat_template(CHAT["messages"], tokenize=True, return_dict=True)["input_ids"]
-    assert learnt_texts(tokenizer, ids, learnt) == [f"Yo!{end}", f"é{end}"]
-
-
 def with_weights(*weights: Any) -> dict[str, Any]:
     """Questions and as many answers, with these weights."""
     turns = [(ASK, {"role": "assistant", "content": f"a{i}", "weight": weight}) for i, weight in enumerate(weights)]

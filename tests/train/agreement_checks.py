@@ -1,4 +1,4 @@
-"""What two processes check of what they must have alike; `test_train_agreement` runs it."""
+"""What two processes check of the folder that they share; `test_train_distributed_checkpoint` runs it."""
 
 import os
 import time
@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from distributed_checkpoint_checks import run_dir
 from helpers import raises_one_line
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tilemoe.train.checkpoints import distributed
 from tilemoe.train.checkpoints.distributed import require_shared, verify_by_first_rank
-from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints
+from tilemoe.train.checkpoints.folder import CheckpointError
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.job.processes import Job
 
-FOLDER = "TILEMOE_TEST_FOLDER"
-
 
 def check_one_folder_is_shared() -> None:
-    rank, run = dist.get_rank(), Path(os.environ[FOLDER]) / "run"
+    rank, run = dist.get_rank(), run_dir() / "shared"
     require_shared(run, Job(rank, 2), 10)
     if rank == 0:  # the rank that clears up, and the next to write there
         assert not any(run.iterdir())
@@ -32,16 +31,16 @@ def check_one_folder_is_shared() -> None:
 
 
 def check_a_rank_that_cannot_write_is_named() -> None:
-    rank, run = dist.get_rank(), Path(os.environ[FOLDER]) / "run"
+    rank, run = dist.get_rank(), run_dir() / "shared"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(Path, "touch", lambda path: os.mkdir("/"))
-        with raises_one_line(r"run: rank 1 on .* cannot write there \(File exists\); put it on"):
+        with raises_one_line(r"shared: rank 1 on .* cannot write there \(File exists\); put it on"):
             require_shared(run, Job(rank, 2), 10)
 
 
 def check_a_file_that_a_rank_does_not_see() -> None:
-    folder, rank = Path(os.environ[FOLDER]), dist.get_rank()
+    folder, rank = run_dir(), dist.get_rank()
     file = folder / "__1_0.distcp"
     file.write_bytes(b"abc")
     dist.barrier()
@@ -55,7 +54,7 @@ def check_a_file_that_a_rank_does_not_see() -> None:
 
 
 def check_the_first_verifies_for_all() -> None:
-    path = list_checkpoints(Path(os.environ[FOLDER]) / "trained")[-1]
+    path = run_dir() / "one" / "adamw" / "step_00000007"
     real, calls = distributed.open_checkpoint, []
 
     def slow(path: Path) -> None:
@@ -76,9 +75,7 @@ def check_the_first_verifies_for_all() -> None:
         verify_by_first_rank(path)
 
 
-CHECKS = [
-    check_one_folder_is_shared,
-    check_a_rank_that_cannot_write_is_named,
-    check_a_file_that_a_rank_does_not_see,
+ON_TWO = (
+    check_one_folder_is_shared, check_a_rank_that_cannot_write_is_named, check_a_file_that_a_rank_does_not_see,
     check_the_first_verifies_for_all,
-]
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Processes of a job that differ, in settings, text or folder, are found before the first step; so are unseen files."""
+"""Processes of a job that differ, in settings, text or folder, are found before the first step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement_checks import CHECKS, FOLDER
 from helpers import run_in_threads, write_corpus
 from processes import run
-from ranks import run_on_ranks
 from test_train_distributed import written
 
 from tilemoe.data import prepare
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.agreement import DisagreementError, require_same
 from tilemoe.train.job.processes import Job
-from tilemoe.train.run import settings_of_process, train
+from tilemoe.train.run import settings_of_process
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -119,12 +117,3 @@ def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path
         assert found[0].startswith(message), found
         assert "in rank 2; start all" in found[0]
         assert len(set(found)) == 1, "all say the same"
-
-
-@pytest.mark.dist
-def test_two_processes(dense_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = str(tmp_path / "shared" / "trained")
-    train(replace(dense_recipe, train=replace(dense_recipe.train, steps=1, out_dir=trained)))
-    (tmp_path / "ranks").mkdir()
-    monkeypatch.setenv(FOLDER, str(tmp_path / "shared"))
-    assert run_on_ranks(CHECKS, 2, tmp_path / "ranks") == dict.fromkeys((check.__name__ for check in CHECKS), "")

@@ -83,6 +83,12 @@ def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:
         (TrainConfig, {"steps": 1, "out_dir": "x", "keep_last": 0}, "train.keep_last"),
         (TrainConfig, {"steps": 1, "out_dir": "x", "recompute": "all"}, "train.recompute"),
         (TrainConfig, {"steps": 1, "out_dir": "x", "sample_prompt": ""}, "train.sample_prompt"),
+        (
+            TrainConfig,
+            {"steps": 1, "out_dir": "x", "seed": 1 << 63},
+            r"train.seed must be below 2\*\*63, got one of 64",
+        ),
+        (TrainConfig, {"steps": 1, "out_dir": "x", "threads": 10**6}, "train.threads must be at most 4096"),
     ],
 )
 def test_a_bad_setting_is_one_line_that_names_it(kind: type, values: dict[str, object], named: str) -> None:

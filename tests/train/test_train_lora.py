@@ -139,6 +139,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
     assert main(command) == 0, capsys.readouterr().err
     trained = capsys.readouterr().out
     assert "of them trained, on cpu" in trained
+    assert f"starting from the weights in {tmp_path / 'base'}" in trained
     checkpoint = find_latest(out)
     assert checkpoint is not None
     lora = checkpoint.state.recipe.lora
@@ -152,7 +153,9 @@ def test_the_commands_train_resume_evaluate_and_generate(
         assert main(["generate", "--checkpoint", str(folder), "--prompt", "ab", "--temperature", "0"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+    capsys.readouterr()
     assert main(["train", "--resume", str(out), "--train.steps", "6"]) == 0, capsys.readouterr().err
+    assert f"resuming from {checkpoint.path}" in capsys.readouterr().out
     assert main(["export", "--checkpoint", str(out), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
     assert (written["r"], written["lora_alpha"]) == (2, 16)

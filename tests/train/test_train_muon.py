@@ -12,13 +12,10 @@ from helpers import raises_one_line
 from torch import Tensor, nn
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
-from tilemoe.data import prepare
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.train import muon
 from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
-from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import MuonConfig, OptimConfig, Recipe
-from tilemoe.train.loop import Trainer
 from tilemoe.train.muon import MuonWithAdamW, muon_group, newton_schulz
 from tilemoe.train.optim import make_optimizer, set_learning_rate
 from tilemoe.train.run import require_resumable, train
@@ -206,11 +203,6 @@ def test_the_others_move_as_by_adamw() -> None:
     matrices = {id(p) for p in optimizers[0].param_groups[0]["params"]}
     for (name, left), right in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(left, right) == (id(left) not in matrices), name
-
-
-def trainer_of(recipe: Recipe) -> Trainer:
-    data = prepare(recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, recipe.data.heldout_every)
-    return Trainer(recipe, build_model(recipe, torch.device("cpu")), data, torch.device("cpu"))
 
 
 def test_a_run_goes_on_with_its_own_optimiser(moe_recipe: Recipe) -> None:

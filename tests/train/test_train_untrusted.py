@@ -343,15 +343,6 @@ def test_signed_random_numbers_that_are_none_are_named(checkpoint: Path, dense_r
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [("seed", 1 << 63, r"must be below 2\*\*63, got one of 64 bits"), ("threads", 10**6, "must be at most 4096")],
-)
-def test_numbers_that_nothing_can_hold(dense_recipe: Recipe, name: str, value: int, message: str) -> None:
-    with raises_one_line(rf"train\.{name} {message}"):
-        replace(dense_recipe.train, **{name: value})
-
-
-@pytest.mark.parametrize(
     "command", [("export", "--out", "out", "--checkpoint"), ("train", "--train.steps", "3", "--resume")]
 )
 def test_weights_that_are_not_finite_are_said_of_the_checkpoint(
