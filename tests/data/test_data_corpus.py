@@ -156,6 +156,12 @@ def test_endless_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert max(lengths) <= 200
 
 
+def test_empty_file_keeps_its_position(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("b")
+    assert read_all(tmp_path) == ["", "b"]
+
+
 def test_fingerprint_follows_names_sizes_and_times(folder: Path):
     def fingerprint() -> str:
         return open_corpus(str(folder)).fingerprint()

@@ -154,9 +154,10 @@ def check_save_on_four() -> None:
             if number < 3:
                 path = save(run_dir() / kind, recipe_of(kind), number, training, keep_last=1)
                 assert path.name == f"step_{number:08d}"
-            state = whole_state(training)
-            if dist.get_rank() == 0:
-                torch.save(state, run_dir() / f"{kind}_{number}.pt")
+            if number > 1:
+                state = whole_state(training)
+                if dist.get_rank() == 0:
+                    torch.save(state, run_dir() / f"{kind}_{number}.pt")
         dist.barrier()
         assert [path.name for path in list_checkpoints(run_dir() / kind)] == ["step_00000002"]  # the older is dropped
         if kind == "adapters":

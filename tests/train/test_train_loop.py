@@ -23,7 +23,9 @@ from tilemoe.train.checkpoints.folder import list_checkpoints, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
+from tilemoe.train.finite import find_non_finite
 from tilemoe.train.loop import Trainer, expert_load
+from tilemoe.train.optim import optimizer_tensors
 from tilemoe.train.run import train
 from tilemoe.train.sample import continue_text
 
@@ -278,6 +280,19 @@ def test_a_part_of_a_split_has_nats_per_byte_only_where_a_token_is_a_byte(dense_
             assert part.nats_per_byte is None
             assert part.shown(2) == f"{part.nats_per_token:.2f} nats/token"
             assert str(part) == f"held-out loss {part.nats_per_token:.4f} nats/token, subset of 128 tokens"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_not_finite_is_named(moe_recipe: Recipe, value: float) -> None:
+    trainer = trainer_of(moe_recipe)
+    trainer.train_step()
+    tensors = {**trainer.model.state_dict(), **optimizer_tensors(trainer.model, trainer.optimizer)}
+    for name, tensor in tensors.items():
+        kept = tensor.reshape(-1)[-1].item()
+        tensor.view(-1)[-1] = value
+        assert find_non_finite(trainer.model, trainer.optimizer) == name
+        tensor.view(-1)[-1] = kept
+    assert find_non_finite(trainer.model, trainer.optimizer) is None
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: R
         expected.append(loss.item())
     train(recipe, init_from=tmp_path / "base")
     found = losses(Path(recipe.train.out_dir))
+    assert found[0] == pytest.approx(expected[0], rel=1e-5), "the adapters are 0"
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.9 * found[0]
 

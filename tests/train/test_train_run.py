@@ -18,6 +18,7 @@ from helpers import losses, raises_one_line, timeless
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, TokenRounding, to_dict
 from tilemoe.data import prepare
+from tilemoe.data.files import owned_folder
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.train import loop
 from tilemoe.train import run as runs
@@ -27,7 +28,22 @@ from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
 from tilemoe.train.progress import StepStats
-from tilemoe.train.run import RunResult, Stopped, require_resumable, train
+from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumable, train
+
+
+def test_a_run_is_not_started_over_another_nor_beside_it(dense_recipe: Recipe) -> None:
+    folder = Path(dense_recipe.train.out_dir)
+    folder.mkdir()
+    with owned_folder(folder), raises_one_line("another process is training in it"):
+        train(dense_recipe)
+    assert not any(folder.iterdir())
+    train(dense_recipe)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with raises_one_line("holds checkpoints of a run; add --resume"):
+        train(dense_recipe)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    with raises_one_line("not empty; add --resume"):
+        require_fresh(folder)
 
 
 def removed(folder: Path) -> None:
@@ -175,6 +191,13 @@ def test_bf16(
     # q and k are bf16 under autocast; with its fp32 weight their norm makes fp32 of them again.
     assert seen == {(autocast, normed)}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}, "what the optimiser updates"
+
+
+@pytest.mark.usefixtures("group")
+def test_fp32_is_fp32_throughout(moe_recipe: Recipe) -> None:
+    trainer, expected = trainer_of(moe_recipe, True), trainer_of(moe_recipe, False)
+    for _ in range(3):
+        assert trainer.train_step().nats_per_token == pytest.approx(expected.train_step().nats_per_token, rel=1e-6)
 
 
 def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:
