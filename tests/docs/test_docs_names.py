@@ -1,4 +1,4 @@
-"""What the pages name is there: files, functions, tests and links.
+"""What the pages name is there: files, functions, tests, links, and the messages of the troubleshooting page.
 
 A name is `path.py` or `path.py:name`, or `path.py:Class.method`, in backticks, its path below the root or tilemoe/. One
 with a commit behind it, `path.py` at a207b99, may have gone.
@@ -27,6 +27,8 @@ PAGES += [page for page in sorted(ROOT.glob("docs/**/*.md")) if LAB not in page.
 # These tell of code that has gone, too: only their links are held.
 HISTORY = [ROOT / "CHANGELOG.md", *sorted(LAB.glob("*.md"))]
 NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`(?!\s+at [0-9a-f]{7}\b)")
+MESSAGES = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+HOLE = "…"  # for what a message fills in
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -98,3 +100,26 @@ def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(TorchBackend, "up_proj_act", up_proj_act)
     tilemoe.MoE(tilemoe.MoEConfig(16, 8, 4, 2))(torch.randn(3, 16))
     assert met == frames[:backend]
+
+
+@cache
+def templates() -> tuple[str, ...]:
+    """Every text of the package, with a hole for each value that it is formatted with."""
+    found = []
+    for path in sorted((ROOT / "tilemoe").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return tuple(found)
+
+
+def pieces(message: str) -> list[str]:
+    return [piece for piece in message.split(HOLE) if piece.strip()]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message[:40])
+def test_a_message_is_the_package_s(message: str) -> None:
+    pattern = ".*".join(map(re.escape, pieces(message)))
+    assert any(re.search(pattern, template, re.S) for template in templates())

@@ -66,13 +66,6 @@ def test_a_watched_call_gives_the_same_bits(name: str, options: dict[str, str], 
     assert_equal(watched, plain)
 
 
-def test_a_profile_names_the_operators() -> None:
-    leaves = leaves_of(PLANS["random"])
-    with torch.profiler.profile() as profile:
-        moe(plan=PLANS["random"], **leaves).sum().backward()
-    assert {event.name for event in profile.events() if event.name.startswith("tilemoe::")} == FORWARD | BACKWARD
-
-
 def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with parameters, without grad, and where autograd is told to make a graph of nothing."""
 
