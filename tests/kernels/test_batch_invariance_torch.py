@@ -35,7 +35,7 @@ def row_by_row(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_experts_of_any_batch(experts: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mm", "addmm"):
         monkeypatch.setattr(torch, name, row_by_row(getattr(torch, name)))
-    monkeypatch.setattr(grouped, "_is_groupable", lambda t: False)
+    monkeypatch.setattr(grouped, "_are_groupable", lambda *operands: False)
 
     def run(batch: Batch) -> dict[str, Tensor]:
         found = RUNS[experts](batch)

@@ -37,7 +37,7 @@ def rows_times_experts(
     rows (R_max, p) sorted by expert, or with index (R_max) any rows, row r being ``rows[index[r]]``; weight (E, p, q)
     of any strides, or packed; bias (E, q). Rows past R are left unspecified.
     """
-    if isinstance(weight, Tensor) and _is_groupable(rows) and _is_groupable(weight):
+    if isinstance(weight, Tensor) and _are_groupable(rows, weight):
         # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
         gathered = rows if index is None else rows.index_select(0, index)
         out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
@@ -68,7 +68,7 @@ def outer_per_expert(
     is accumulated into and returned; the loop over experts adds one expert's product at a time.
     """
     # On a CPU the loop is faster: grouped_mm in fp32 takes twice its time (docs/lab/cpu.md).
-    if left.device.type != "cpu" and _is_groupable(left) and _is_groupable(right):
+    if left.device.type != "cpu" and _are_groupable(left, right):
         left = left if left_index is None else left.index_select(0, left_index)
         right = right if right_index is None else right.index_select(0, right_index)
         products = F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
@@ -149,17 +149,15 @@ def expert_of_row(plan: RoutingPlan) -> Tensor:
     return experts_of_rows(plan.row_start_of_expert, rows).clamp(max=plan.num_experts - 1).int()
 
 
-def _is_groupable(t: Tensor) -> bool:
-    dtypes = _GROUPED_DTYPES_OF_CPU if t.device.type == "cpu" else _GROUPED_DTYPES
-    if t.dtype not in dtypes or t.numel() == 0:
-        return False
-    row, column = t.stride(-2), t.stride(-1)
-    if column == 1:
-        leading, width = row, t.shape[-1]
-    elif row == 1:
-        leading, width = column, t.shape[-2]
-    else:
-        return False
-    if leading < width or t.data_ptr() % _ALIGNMENT:
-        return False
-    return gcd(leading, *t.stride()[:-2]) * t.element_size() % _ALIGNMENT == 0  # and so is each stride's
+def _are_groupable(*operands: Tensor) -> bool:
+    for t in operands:
+        dtypes = _GROUPED_DTYPES_OF_CPU if t.device.type == "cpu" else _GROUPED_DTYPES
+        if t.dtype not in dtypes or t.numel() == 0:
+            return False
+        row, column = t.stride(-2), t.stride(-1)
+        leading, width = (row, t.shape[-1]) if column == 1 else (column, t.shape[-2])
+        if 1 not in (row, column) or leading < width or t.data_ptr() % _ALIGNMENT:
+            return False
+        if gcd(leading, *t.stride()[:-2]) * t.element_size() % _ALIGNMENT:  # and so is each stride's
+            return False
+    return True
