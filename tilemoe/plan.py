@@ -49,20 +49,6 @@ class TileList(NamedTuple):
         return self.expert_of_tile.shape[0]
 
 
-@dataclass(eq=False)
-class Derived:
-    """What was computed from a plan's arrays, for reuse with this plan.
-
-    rows_per_expert (E): None unless the plan's builder counted them anyway · tiles: by height, made at first use ·
-    tile_counter (1): where a dynamic persistent scheduler draws tiles, made with the first list. It is 0 between two
-    launches, and kernels that run concurrently must not share it: every call of an operator has a plan of its own.
-    """
-
-    rows_per_expert: Tensor | None = None
-    tiles: dict[int, TileList] = field(default_factory=dict)
-    tile_counter: Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
     """The index arrays of one routing, int32, on one device. ``<value>_of_<index>`` maps an index to a value.
@@ -76,7 +62,10 @@ class RoutingPlan:
         num_experts: E
         num_tokens: T
         error_bits: () bits that `check` reports; 0 when every id was in range, None when nothing was recorded
-        derived: what was computed from these arrays, for reuse with this plan
+        counted_rows: (E) `rows_per_expert`, where the plan's builder counted them anyway
+        tiles: lists of row tiles by height, which kernels make at first use
+        tile_counter: (1) where a dynamic persistent scheduler draws tiles, made with the first list. It is 0 between
+            two launches; kernels that run concurrently must not share it: every call of an operator has its own plan
         unchecked: True for arrays made by this package, whose dtypes and lengths are not checked again
 
     Rows are sorted by expert; within an expert they keep the order of the tokens. Entries of the row arrays past R are
@@ -98,11 +87,13 @@ class RoutingPlan:
     num_experts: int
     num_tokens: int
     error_bits: Tensor | None = None
-    derived: Derived = field(init=False, repr=False)
+    counted_rows: Tensor | None = field(default=None, repr=False, kw_only=True)
+    tiles: dict[int, TileList] = field(init=False, repr=False)
+    tile_counter: Tensor | None = field(default=None, init=False, repr=False)
     unchecked: InitVar[bool] = field(default=False, kw_only=True)
 
     def __post_init__(self, unchecked: bool) -> None:
-        object.__setattr__(self, "derived", Derived())  # here, since torch.compile cannot trace it as a default
+        object.__setattr__(self, "tiles", {})  # here, since torch.compile cannot trace it as a default
         if unchecked:
             return
         check_count("num_experts", self.num_experts, minimum=1)
@@ -154,8 +145,7 @@ class RoutingPlan:
     @property
     def rows_per_expert(self) -> Tensor:
         """(E) int32: the number of rows that each expert computes."""
-        counts = self.derived.rows_per_expert
-        return torch.diff(self.row_start_of_expert) if counts is None else counts
+        return torch.diff(self.row_start_of_expert) if self.counted_rows is None else self.counted_rows
 
     @property
     def device(self) -> torch.device:
@@ -175,14 +165,14 @@ def check_count(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")
 
 
-def plan_of(arrays: PlanArrays, num_tokens: int) -> RoutingPlan:
-    """A plan, with nothing derived yet, from the arrays in the order of `RoutingPlan.arrays`."""
-    row_start_of_expert = arrays[-1]
-    return RoutingPlan(*arrays, row_start_of_expert.shape[0] - 1, num_tokens, unchecked=True)
+def plan_of(arrays: PlanArrays, num_tokens: int, counted_rows: Tensor | None = None) -> RoutingPlan:
+    """A plan, with no tiles yet, from the arrays in the order of `RoutingPlan.arrays`."""
+    experts = arrays[-1].shape[0] - 1
+    return RoutingPlan(*arrays, experts, num_tokens, counted_rows=counted_rows, unchecked=True)
 
 
 def without_derived(plan: RoutingPlan) -> RoutingPlan:
-    """``plan``, with nothing derived yet."""
+    """``plan``, with no tiles yet."""
     return RoutingPlan(*plan.arrays, plan.num_experts, plan.num_tokens, unchecked=True)
 
 

@@ -255,16 +255,16 @@ def test_the_scheduler_leaves_its_counter_at_zero(ctas: int) -> None:
     given, counts = make_inputs(plan, 136, 200, dtype=FP16), list[int]()
     with emulated(ctas):
         a, h = KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
-        counts += [int(plan.derived.tiles[128].num_tiles), int(plan.derived.tile_counter)]
+        counts += [int(plan.tiles[128].num_tiles), int(plan.tile_counter)]
         again, _ = KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
         KERNELS.down_proj_dgrad_dact(given["x"], given["w2"], None, h, given["scores"].reshape(-1), plan, spec)
-        counts += [int(plan.derived.tiles[128].num_tiles), int(plan.derived.tile_counter)]
+        counts += [int(plan.tiles[128].num_tiles), int(plan.tile_counter)]
     assert counts == [3, 0, 3, 0]
     assert torch.equal(a[:195], again[:195])
     other = plan_of(65, 0, 130, 40)
     with emulated(ctas, edits={"scheduler_next": ("mask=wanted & is_last", "mask=False")}):
         KERNELS.up_proj_act(given["x"], given["w1"], None, other, spec)
-    assert (int(other.derived.tile_counter) == 0) == (ctas >= 6), "without what puts it back"
+    assert (int(other.tile_counter) == 0) == (ctas >= 6), "without what puts it back"
 
 
 def test_a_seed_gives_the_same_order_again() -> None:

@@ -276,7 +276,7 @@ def bias_grads(device: Device, size: str, dtype: torch.dtype = BF16, tokens: int
     d, w, experts, k = SIZES[size]
     plan, do, dh = topk_plan(tokens, k, experts), zeros(tokens, d, dtype=dtype), zeros(tokens * k, w, dtype=dtype)
     tile_m = tile_rows(dtype.itemsize, device)
-    _, (plan.derived.tiles[tile_m],) = tile_lists_launch(plan, tile_m)
+    _, (plan.tiles[tile_m],) = tile_lists_launch(plan, tile_m)
     scores, dense = bias_grad.dense_scores_launch(do, torch.zeros(tokens * k), plan, device)
     tile_sums, sums = bias_grad.tile_sums_launch(dh, listed_tiles(plan, tile_m), tile_m)
     return {

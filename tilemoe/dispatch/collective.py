@@ -111,8 +111,7 @@ class _ToExperts(torch.autograd.Function):
         experts = routed.experts_per_rank
         there = choose_expert_parallel(x.device, len(received), len(words), experts, ranks).impl
         *arrays, rows_per_expert, s = there.plan_received(words, came, experts, len(received))
-        plan = plan_of(tuple(arrays), len(received))
-        plan.derived.rows_per_expert = rows_per_expert
+        plan = plan_of(tuple(arrays), len(received), counted_rows=rows_per_expert)
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         ctx.sent, ctx.scores_are = sent, (scores.shape, scores.dtype)

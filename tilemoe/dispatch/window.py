@@ -192,8 +192,7 @@ class Windows:
         window = self.with_room(plan.num_tokens, plan.num_pairs, s.element_size() // 4, row_bytes)
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         received, s, *rest = to_experts(x, s, *arrays, precision, window)
-        here = plan_of(tuple(rest[:5]), received.shape[0])
-        here.derived.rows_per_expert = rest[5]
+        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5])
         return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window, self._keep_received))
 
     def needed(self) -> tuple[int, int]:

@@ -53,11 +53,8 @@ def topk_plan(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
         expert_ids, num_experts, not torch.is_grad_enabled()
     )
     tokens = expert_ids.shape[0]
-    plan = RoutingPlan(
-        token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits, unchecked=True
-    )
-    plan.derived.rows_per_expert = rows_per_expert
-    return plan
+    arrays = (token_of_row, pair_of_row, row_of_pair, None, row_start)
+    return RoutingPlan(*arrays, num_experts, tokens, error_bits, counted_rows=rows_per_expert, unchecked=True)
 
 
 def _build_pairs_fake(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> tuple[Tensor, ...]:

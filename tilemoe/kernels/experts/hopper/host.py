@@ -80,7 +80,7 @@ def rows_launch(
         return hopper_launch(gemm_stationary_kernel, grid, args, constants, tile), out
     if isinstance(weight, Operand):
         constants = {"SCALES": _scales(weight)}
-        args = (left, *operands, plan.derived.tile_counter, *sizes)
+        args = (left, *operands, plan.tile_counter, *sizes)
         return hopper_launch(gemm_cooperative_kernel, grid, args, constants, tile), out
     args = (described(left, [WARPGROUP_M, BLOCK_K]), from_weight, bias, to, *tiles, p, q, _row_stride(bias))
     constants = {"B_K_MAJOR": k_major, "BAND": band_tiles(kernel, column_tiles, p)}
@@ -119,7 +119,7 @@ def up_proj_act_launch(
     to_a, to_h = ragged_descriptor(_moved(a), _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
     operands = (source, _scale(x), right, _scale(w1), b1, to_a, _scale(a), to_h)
     strides = (_gathered_stride(x), _scale_strides(w1)[0], _row_stride(b1))
-    indices = (plan.token_of_row, *tiles, plan.derived.tile_counter)
+    indices = (plan.token_of_row, *tiles, plan.tile_counter)
     args = (*operands, *indices, d, n, *strides, spec.limit, spec.alpha)
     constants = {**_gather_constants("up_proj_act", spec, column_tiles, w1, k_major, d), "KEEP_H": keep_h}
     grid = persistent_grid(device, tiles.capacity * column_tiles)
@@ -149,7 +149,7 @@ def dgrad_dact_launch(
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
     from_h, to_dh = h_descriptors(h, dh, n, spec)
     operands = (source, _scale(do), right, _scale(w2), from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK))
-    indices = (plan.token_of_row, plan.pair_of_row, *tiles, plan.derived.tile_counter)
+    indices = (plan.token_of_row, plan.pair_of_row, *tiles, plan.tile_counter)
     strides = (_gathered_stride(do), _scale_strides(w2)[0])
     args = (*operands, s, partial, *indices, plan.capacity, d, n, *strides, spec.limit, spec.alpha)
     constants = {

@@ -37,7 +37,7 @@ def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
 
     ``ahead``: further tile heights that will be needed, listed by the same launch.
     """
-    known = plan.derived.tiles
+    known = plan.tiles
     if tile_m not in known:
         missing = [rows for rows in (tile_m, *ahead) if rows not in known]
         launch, lists = tile_lists_launch(plan, *missing)
@@ -57,12 +57,12 @@ def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[Ti
     capacities = [ceil_div(plan.capacity, tile_m) + plan.num_experts for tile_m in tile_ms]
     of_lists = (length for capacity in capacities for length in (capacity, capacity, capacity, 1))
     *vectors, counter = int32_vectors(start, *of_lists, 1)
-    if plan.derived.tile_counter is None:
-        plan.derived.tile_counter = counter
+    if plan.tile_counter is None:
+        object.__setattr__(plan, "tile_counter", counter)  # a frozen plan's, as its tiles
     lists = [TileList(*vectors[first : first + 4]) for first in range(0, len(vectors), 4)]
     experts = max(_FEWEST_EXPERTS, power_of_two(plan.num_experts))
     heights = (tile_ms[0], (*tile_ms, 0)[1])
-    args = (start, *lists[0], *lists[-1], plan.derived.tile_counter, plan.num_experts, *heights)
+    args = (start, *lists[0], *lists[-1], plan.tile_counter, plan.num_experts, *heights)
     return launch_of(tile_lists_kernel, (plan.num_experts,), args, {"BLOCK_E": experts, "BLOCK": _BLOCK}), lists
 
 
