@@ -124,7 +124,7 @@ def test_the_cheapest_that_fits_is_chosen() -> None:
     assert found.checkpointing == "block"
     assert not any(fits(replace(kimi, checkpointing=mode), 1) for mode in ("none", "attention"))
     assert fewest_gpus(kimi, CHECKPOINTING_MODES) == fewest_gpus(replace(kimi, checkpointing="block")) == 256
-    assert fewest_gpus(kimi) == 1024
+    assert fewest_gpus(kimi) == 512
     assert cheapest_that_fits(kimi, ["none"]) is None
 
 

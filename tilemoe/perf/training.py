@@ -229,9 +229,17 @@ def _experts_bytes(setup: Setup, tokens: int) -> int:
         return 0
     kept = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
     kept += tokens * _BF16 * (3 if moe.is_gated else 2) * moe.shared_intermediate_size
-    if setup.expert_parallel > 1:  # the tokens that came from the others
-        kept += math.ceil(tokens * reached(moe, setup.expert_parallel)) * _BF16 * moe.hidden_size
     return kept
+
+
+def window_bytes(moe: MoEConfig, tokens: int, processes: int) -> int:
+    """Of the window through which ``processes`` of one host exchange tokens, which all layers share: this process' rows,
+    the results of the most that it can receive, and where each token and pair goes.
+    """
+    if processes == 1:
+        return 0
+    rows = (1 + processes) * tokens * _BF16 * moe.hidden_size
+    return rows + tokens * (4 * processes + 8 * moe.num_experts_per_tok)
 
 
 def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
@@ -240,11 +248,16 @@ def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
 
 
 def _moe_working_bytes(setup: Setup, tokens: int) -> int:
-    """Of one layer's backward beside what is kept, of which h is freed in it."""
-    if setup.sizes.moe is None:
+    """Of one layer's backward beside what is kept, of which h is freed in it; and the window.
+
+    The tokens that came from others are not kept: the backward pulls them again, beside their outputs' gradients.
+    """
+    moe, processes = setup.sizes.moe, setup.expert_parallel
+    if moe is None:
         return 0
-    shape = _shape(setup, setup.sizes.moe, tokens)
-    return backward_peak_bytes(shape) - kept_h_bytes(shape)
+    shape = _shape(setup, moe, tokens)
+    pulled = 0 if processes == 1 else 2 * processes * tokens * _BF16 * moe.hidden_size
+    return backward_peak_bytes(shape) - kept_h_bytes(shape) + pulled + window_bytes(moe, tokens, processes)
 
 
 def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
