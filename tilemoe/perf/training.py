@@ -233,8 +233,8 @@ def _experts_bytes(setup: Setup, tokens: int) -> int:
 
 
 def window_bytes(moe: MoEConfig, tokens: int, processes: int) -> int:
-    """Of the window through which ``processes`` of one host exchange tokens, which all layers share: this process' rows,
-    the results of the most that it can receive, and where each token and pair goes.
+    """Of the window through which ``processes`` of one host exchange tokens, which all layers share: this process'
+    rows, the results of the most that it can receive, and where each token and pair goes.
     """
     if processes == 1:
         return 0
