@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
         torch.set_num_threads(recipe.train.threads)
     with tempfile.TemporaryDirectory() as folder, meeting(job, device, recipe, args.shard_alone):
         data = made_up_text(Path(folder), recipe.model.vocab_size)
-        names = [name for name in args.peers.split(",") if takes_part(name, recipe, device, job)]
+        names = [name for name in dict.fromkeys(args.peers.split(",")) if takes_part(name, recipe, device, job)]
         for group in [names] if args.rounds > 1 else [[name] for name in names]:
             take_turns(args, group, recipe, data, device, job)
             free_memory()
