@@ -192,18 +192,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
 Write = Callable[..., TokenShards]
 
 
-def test_any_slice_reads_back_across_shards(write_shards: Write):
-    tokens = np.arange(50) * 3
-    shards = write_shards(tokens, shard_tokens=7)
-    assert shards.num_tokens == 50
-    assert len(list(shards.directory.glob("train-*.bin"))) == 8
-    for start in range(51):
-        for length in range(51 - start):
-            part = shards.read(start, length)
-            assert part.dtype == np.int64
-            assert part.tolist() == tokens[start : start + length].tolist()
-
-
 def test_dtype_is_the_smallest_that_holds_the_vocabulary(write_shards: Write):
     assert token_dtype(1 << 16).str == "<u2"
     assert token_dtype((1 << 16) + 1).str == "<u4"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,8 @@ from tilemoe.data import prepare, sequential_windows
 from tilemoe.data.corpus import open_corpus
 from tilemoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from tilemoe.models.folder import find_folder
-from tilemoe.testing import assert_equal
-from tilemoe.train.checkpoints.folder import find_latest
-from tilemoe.train.checkpoints.initial import adopt, load_initial
-from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.config import Recipe
-from tilemoe.train.run import train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -79,26 +74,6 @@ def test_the_evaluation_is_transformers(
     losses = f"{nats / tokens:.4f} nats/token, {nats / data.heldout.num_bytes:.4f} nats/byte"
     assert first.endswith(f"held-out loss {losses}, whole split of {tokens:,} tokens")
     assert last == f"held-out loss {nats / data.heldout.num_bytes:.2f} nats/byte"
-
-
-def test_a_checkpoint_of_ours_gives_its_weights_and_nothing_else(moe_recipe: Recipe, tmp_path: Path) -> None:
-    train(moe_recipe)
-    first = Path(moe_recipe.train.out_dir)
-    settings = replace(moe_recipe.train, out_dir=str(tmp_path / "second"), seed=7)
-    recipe = adopt(replace(moe_recipe, train=settings), first)
-    assert recipe.model == moe_recipe.model
-    assert recipe.data.tokenizer == "bytes"
-    model = build_model(recipe, torch.device("cpu"))
-    load_initial(model, first)
-    checkpoint = find_latest(first)
-    assert checkpoint is not None
-    expected = build_model(moe_recipe, torch.device("cpu"))
-    checkpoint.load_model(expected)
-    assert_equal(model.state_dict(), expected.state_dict())
-    train(recipe, init_from=first)
-    newest = find_latest(tmp_path / "second")
-    assert newest is not None
-    assert newest.state.step == recipe.train.steps
 
 
 def test_what_cannot_be_started_from(

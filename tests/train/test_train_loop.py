@@ -27,7 +27,6 @@ from tilemoe.train.finite import find_non_finite
 from tilemoe.train.loop import Trainer, expert_load
 from tilemoe.train.optim import optimizer_tensors
 from tilemoe.train.run import train
-from tilemoe.train.sample import continue_text
 
 CPU = torch.device("cpu")
 
@@ -225,22 +224,6 @@ def test_a_whole_run_and_what_it_leaves(recipe: Recipe, capsys: pytest.CaptureFi
     assert (state.step, state.tokens) == (6, 6 * 4 * 16)
     restored = restore(folder, "cpu")
     assert restored.tokenizer.name == "bytes"
-
-
-def test_a_trained_tokenizer_travels_with_the_checkpoint(moe_recipe: Recipe) -> None:
-    recipe = replace(
-        moe_recipe,
-        data=replace(moe_recipe.data, tokenizer="bpe:300"),
-        model=replace(moe_recipe.model, vocab_size=300),
-        train=replace(moe_recipe.train, steps=2, plot=True),
-    )
-    result = train(recipe)
-    assert result.plot.read_bytes().startswith(b"\x89PNG")
-    assert result.evaluation.nats_per_byte < result.evaluation.nats_per_token
-    restored = restore(Path(recipe.train.out_dir), "cpu")
-    assert restored.tokenizer.decode(restored.tokenizer.encode("abc def")) == "abc def"
-    text = continue_text(restored.model, restored.tokenizer, "ab", 5, temperature=1.0, top_k=0, seed=1)
-    assert text == continue_text(restored.model, restored.tokenizer, "ab", 5, temperature=1.0, top_k=0, seed=1)
 
 
 def test_missing_extras_are_one_line_and_the_run_goes_on(

@@ -94,7 +94,6 @@ def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: R
 @pytest.mark.parametrize(
     ("lora", "also"),
     [
-        (LORA, ()),
         (replace(LORA, modules=("experts",)), ()),
         (replace(LORA, modules=("attention",)), ()),
         (replace(LORA, train_router=True, train_norms=True), ("router.", "norm.")),
