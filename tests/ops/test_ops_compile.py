@@ -90,8 +90,7 @@ def test_samples_cover_every_registered_operator() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str) -> None:
     for plan in FULL_PLANS:
-        kinds = ((torch.float32, (8, 8), True), (torch.bfloat16, (8, 5), False), (torch.float64, (5, 3), True))
-        for dtype, size, bias in kinds:
+        for dtype, size, bias in ((torch.float32, (8, 8), True), (torch.bfloat16, (8, 5), False)):
             arguments = sample_arguments(PLANS[plan], *size, dtype, bias)[name]
             if name == "moe":
                 torch.library.opcheck(library.moe.registered, arguments)
@@ -226,7 +225,7 @@ def test_layer_itself_by_inductor() -> None:
     check(layer, input_of, tuple(layer.parameters()), backend="inductor")
 
 
-@pytest.mark.parametrize("mode", [None, "nearest", "stochastic", "balance"])
+@pytest.mark.parametrize("mode", [None, "stochastic", "balance"])
 def test_route(mode: Any) -> None:
     """Of a configuration that is no module's, all numbers are symbols."""
     cfg = replace(LAYERS["shared"], rounding=None if mode is None else TokenRounding(mode, 16))
