@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from compiled_rows import ROWS, name_of
 from triton.runtime.jit import JITFunction
 from triton_compile import (
@@ -171,6 +172,13 @@ STACK_OF_LAYOUT = {
     ("down_proj_dgrad_dact", 100, "interleaved, transposed, bias"): 128,
     ("down_proj", 120, "transposed"): 32,
 }
+if not triton.__version__.startswith("3.6."):
+    STACK_OF_LAYOUT |= {
+        ("up_proj_act", 90, "plain"): 8,
+        ("up_proj_act", 90, "interleaved, transposed, bias"): 40,
+        ("down_proj_dgrad_dact", 90, "plain"): 40,
+        ("down_proj_dgrad_dact", 90, "interleaved, transposed, bias"): 104,
+    }
 # Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
 BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
 
