@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,7 +76,10 @@ class Venue(NamedTuple):
         return (self.cases[index % len(self.cases)],) if INTERPRETED else self.cases
 
 
-@pytest.fixture(params=["pointer", "descriptor"] if INTERPRETED else ["triton", "hopper"])
+VENUES = ("pointer", "descriptor") if INTERPRETED else ("triton", "hopper")
+
+
+@pytest.fixture(params=VENUES)
 def venue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Venue:
     if not INTERPRETED:
         if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
@@ -94,9 +97,18 @@ def plan_named(name: str, tile: int = TILE) -> RoutingPlan:
     return next(routing.plan for routing in hostile_routings(tile, DEVICE) if routing.name == name)
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+def in_turns(*others: object) -> list[Any]:
+    """Each routing with each of ``others``; in the interpreter with one of them, the rest for `make thorough`."""
+    return [
+        pytest.param(name, other, marks=pytest.mark.thorough if INTERPRETED and (i + j) % len(others) else ())
+        for i, name in enumerate(ROUTINGS)
+        for j, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(("name", "venue"), in_turns(*VENUES), indirect=["venue"])
 def test_hostile_routings(name: str, venue: Venue) -> None:
-    """In the interpreter every case meets both accesses, and every routing a case of each."""
+    """In the interpreter every case meets both accesses."""
     for case in venue.of(ROUTINGS.index(name)):
         assert_kernels_agree(venue.backend, plan_named(name), case, TOLERANCE[case.dtype])
 
@@ -274,8 +286,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("name", "block_m"), in_turns(16, 64))
 def test_few_rows_on_hostile_routings(name: str, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "small_m", lambda num_rows, num_experts: block_m)
     place = (ROUTINGS.index(name) + (block_m == 64)) % len(SMALL_CASES)

@@ -140,7 +140,7 @@ def grad_kernel(gate, up, da, out, limit, alpha, NAME: tl.constexpr, ELEMENTS: t
     tl.store(out + 2 * ELEMENTS + element, dup)
 
 
-@pytest.mark.parametrize("name", INSTRUCTIONS)
+@pytest.mark.parametrize("name", sorted(GATED_ACTIVATIONS))
 def test_instructions_of_an_element(name: str, tmp_path: Path) -> None:
     pointers = ("gate", "up", "da", "out")
     signature = {**dict.fromkeys(pointers, "*fp32"), "limit": "fp32", "alpha": "fp32"}
@@ -152,7 +152,3 @@ def test_instructions_of_an_element(name: str, tmp_path: Path) -> None:
     per_element = len(re.findall(_ARITHMETIC, code, re.M)) * THREADS / ELEMENTS
     assert 0.5 * INSTRUCTIONS[name] < per_element <= INSTRUCTIONS[name] + 0.5
     assert len(re.findall(r"\bBRA\b", code)) == 1, "the machine code ends with one that nothing reaches"
-
-
-def test_every_gated_activation_is_counted() -> None:
-    assert INSTRUCTIONS.keys() == GATED_ACTIVATIONS
