@@ -69,11 +69,12 @@ def test_the_evaluation_is_transformers(
         for inputs, targets in sequential_windows(data.heldout, 16, 1):
             logits = theirs(input_ids=torch.from_numpy(inputs)).logits[0].double()
             nats += torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets)[0], reduction="sum").item()
-    tokens = data.heldout.num_tokens
+    tokens, num_bytes = data.heldout.num_tokens, data.heldout.num_bytes
+    assert num_bytes is not None
     first, last = capsys.readouterr().out.splitlines()
-    losses = f"{nats / tokens:.4f} nats/token, {nats / data.heldout.num_bytes:.4f} nats/byte"
+    losses = f"{nats / tokens:.4f} nats/token, {nats / num_bytes:.4f} nats/byte"
     assert first.endswith(f"held-out loss {losses}, whole split of {tokens:,} tokens")
-    assert last == f"held-out loss {nats / data.heldout.num_bytes:.2f} nats/byte"
+    assert last == f"held-out loss {nats / num_bytes:.2f} nats/byte"
 
 
 def test_what_cannot_be_started_from(

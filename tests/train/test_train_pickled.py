@@ -83,25 +83,25 @@ def process_state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", ["alone", "beside what is needed", "in the place of what is not"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_pickle_changes_nothing(tmp_path: Path, sharded: Path, variant: str, place: str) -> None:
-    intact, attack = (sharded / ".metadata").read_bytes(), VARIANTS[variant]
-    told, before, begun = read_pickled(sharded / ".metadata"), process_state(), time.monotonic()
-    raw = {
-        "alone": b"\x80\x04" + attack + b".",
-        "beside what is needed": intact.replace(text("properties"), attack + text("properties"), 1),
-        "in the place of what is not": intact.replace(text("1.0.0"), attack, 1),
-    }[place]
-    assert raw != intact
-    path = tmp_path / ".metadata"
-    path.write_bytes(raw)
-    if place == "in the place of what is not" and variant in PLAIN:
-        assert read_pickled(path) == told
-    else:
-        with raises_one_line(r"\.metadata is refused: "):
-            read_pickled(path)
-    assert time.monotonic() - begun < 5
-    assert process_state() == before
-    assert not Path(MARKER).exists()
-    assert read_pickled(sharded / ".metadata") == told
+def test_a_pickle_changes_nothing(tmp_path: Path, sharded: Path, place: str) -> None:
+    intact, path = (sharded / ".metadata").read_bytes(), tmp_path / ".metadata"
+    told, before = read_pickled(sharded / ".metadata"), process_state()
+    for variant, attack in VARIANTS.items():
+        raw = {
+            "alone": b"\x80\x04" + attack + b".",
+            "beside what is needed": intact.replace(text("properties"), attack + text("properties"), 1),
+            "in the place of what is not": intact.replace(text("1.0.0"), attack, 1),
+        }[place]
+        assert raw != intact
+        path.write_bytes(raw)
+        begun = time.monotonic()
+        if place == "in the place of what is not" and variant in PLAIN:
+            assert read_pickled(path) == told, variant
+        else:
+            with raises_one_line(r"\.metadata is refused: "):
+                read_pickled(path)
+        assert time.monotonic() - begun < 5, variant
+        assert process_state() == before, variant
+        assert not Path(MARKER).exists(), variant
+        assert read_pickled(sharded / ".metadata") == told, variant
     assert open_checkpoint(sharded).open_tensors().keys() == told.keys()
