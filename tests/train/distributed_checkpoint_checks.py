@@ -2,7 +2,9 @@
 
 import errno
 import os
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from helpers import raises_one_line
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
@@ -23,7 +26,7 @@ from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import distributed as distributed_checkpoint
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint
+from tilemoe.train.checkpoints.distributed import PendingCheckpoint, require_shared, verify_by_first_rank
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
@@ -33,8 +36,10 @@ from tilemoe.train.checkpoints.folder import (
     save_checkpoint,
 )
 from tilemoe.train.checkpoints.initial import load_initial
+from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
+from tilemoe.train.job.processes import Job
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
@@ -312,9 +317,69 @@ def check_shared_adapters_are_not_merged() -> None:
         assert_equal(whole_state(training), expected)
 
 
+def check_one_folder_is_shared() -> None:
+    rank, run = dist.get_rank(), run_dir() / "shared"
+    require_shared(run, Job(rank, 2), 10)
+    if rank == 0:  # the rank that clears up, and the next to write there
+        assert not any(run.iterdir())
+        step_dir(run, 0).mkdir()  # of a job that was stopped before its first step
+    dist.barrier()
+    require_shared(run, Job(rank, 2), 10)
+    if rank == 0:
+        assert list(run.iterdir()) == [step_dir(run, 0)]
+
+
+def check_a_rank_that_cannot_write_is_named() -> None:
+    rank, run = dist.get_rank(), run_dir() / "shared"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Path, "touch", lambda path: os.mkdir("/"))
+        with raises_one_line(r"shared: rank 1 on .* cannot write there \(File exists\); put it on"):
+            require_shared(run, Job(rank, 2), 10)
+
+
+def check_a_file_that_a_rank_does_not_see() -> None:
+    folder, rank = run_dir(), dist.get_rank()
+    file = folder / "__1_0.distcp"
+    file.write_bytes(b"abc")
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_checkpoint, "SEEN_WITHIN_SECONDS", 0.2)
+        distributed_checkpoint._require_seen(folder, {file.name: {"bytes": 3}})
+        with raises_one_line("rank 1 does not see all of __1_0.distcp; all hosts", OSError):
+            distributed_checkpoint._require_seen(folder if rank == 0 else folder / "none", {file.name: {"bytes": 3}})
+        with raises_one_line("rank 0 does not see all of __1_0.distcp; all hosts", OSError):
+            distributed_checkpoint._require_seen(folder, {file.name: {"bytes": 4}})
+
+
+def check_the_first_verifies_for_all() -> None:
+    path = run_dir() / "one" / "adamw" / "step_00000007"
+    real, calls = distributed_checkpoint.open_checkpoint, []
+
+    def slow(path: Path) -> None:
+        time.sleep(2.5)
+        calls.append(real(path))
+
+    _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_checkpoint, "open_checkpoint", slow)
+        verify_by_first_rank(path)
+        assert len(calls) == (dist.get_rank() == 0)
+    _set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with (path / "model.safetensors").open("ab") as file:
+            file.write(b"x")
+    with raises_one_line(r"is damaged: model\.safetensors has \d+ bytes instead of", CheckpointError):
+        verify_by_first_rank(path)
+
+
 ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
     check_start_from_a_model,
 )  # fmt: skip
-ON_TWO = (check_resume_on_two, check_shared_adapters_are_not_merged)
+ON_TWO = (
+    check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,
+    check_a_rank_that_cannot_write_is_named, check_a_file_that_a_rank_does_not_see, check_the_first_verifies_for_all,
+)  # fmt: skip

@@ -6,7 +6,6 @@ By AdamW, of adapters and by Muon, whose steps are here, too.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import agreement_checks
 import distributed_checkpoint_checks as checks
 import muon_checks
 import pytest
@@ -39,7 +38,7 @@ def test_four_processes(name: str, on_four: dict[str, str]) -> None:
 @pytest.mark.usefixtures("on_four")
 def test_two_processes(tmp_path: Path) -> None:
     """Last: it damages what one process wrote."""
-    every = (*checks.ON_TWO, *muon_checks.ON_TWO, *agreement_checks.ON_TWO)
+    every = (*muon_checks.ON_TWO, *checks.ON_TWO)
     assert run_on_ranks(every, 2, tmp_path) == {check.__name__: "" for check in every}
 
 
