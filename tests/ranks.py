@@ -17,12 +17,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 60  # a rank that waits for one that does not call fails the check
-_PRELOADED = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "helpers",
-]  # imported once, by the process that all ranks are forked from
+# Imported once, by the process that all ranks are forked from; each would take seconds for it.
+_PRELOADED = ["helpers", "torch._dynamo", "torch.distributed.fsdp", "tilemoe.parallel.model"]
+_PRELOADED += ["tilemoe.train.checkpoints.distributed"]
+
 
 Check = Callable[[], None]
 
