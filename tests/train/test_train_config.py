@@ -16,7 +16,6 @@ from tilemoe.train.config import (
     OptimConfig,
     TrainConfig,
     default_cache_dir,
-    differences,
     list_recipes,
     load_recipe,
     parse_recipe,
@@ -132,18 +131,6 @@ def test_a_number_that_is_not_whole_is_named() -> None:
     settings["model"]["moe"]["hidden_size"] = 64
     with raises_one_line(r"model\.moe\.hidden_size \(64\) must equal model\.hidden_size \(32\)"):
         parse_recipe(json.dumps(settings), "here")
-
-
-def test_differences_are_dotted_and_complete() -> None:
-    recipe = load_recipe("tiny")
-    other = replace(recipe, optim=replace(recipe.optim, lr=1.0), data=replace(recipe.data, corpus="elsewhere"))
-    found = list(differences(to_dict(recipe), to_dict(other), ""))
-    assert [line.split()[0] for line in found] == ["data.corpus", "optim.lr"]
-    assert not list(differences(to_dict(recipe), to_dict(recipe), ""))
-    dense = replace(recipe.model, moe=None, dense_intermediate_size=8)
-    assert next(differences(to_dict(recipe.model), to_dict(dense), "model.")).startswith(
-        "model.moe is a table of settings here and None"
-    )
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
