@@ -149,6 +149,16 @@ def test_from_the_first_kernel_that_is_not_compiled_on_nothing_is_launched(log: 
     assert log.events[-1] == "combine_kernel"
 
 
+@pytest.mark.parametrize("name", ["add_down_proj_wgrad", "add_up_proj_wgrad", "add_up_proj_wgrad_bias_grad"])
+def test_what_adds_to_an_operand_runs_once(name: str, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, runs = getattr(experts, name), list[str]()
+    run = operator.run
+    monkeypatch.setattr(operator, "run", lambda *args: (runs.append(name), run(*args))[1])
+    operator(*CASE.args(name))
+    assert runs == [name]
+    assert log.launched().count("gemm_wgrad_kernel") == log.compiled().count("gemm_wgrad_kernel") == 1
+
+
 def test_a_kernel_that_does_not_compile_is_its_launchs_error(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_one = fake_driver._compiled
 

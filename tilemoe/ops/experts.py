@@ -464,11 +464,16 @@ down_proj_bias_grad = routed_operator(
 up_proj_bias_grad = routed_operator(
     "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake
 )
-# Without schema: they are never in a graph, since they write to a leaf's ``.grad``.
-add_down_proj_wgrad = Operator("add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise)
-add_up_proj_wgrad = Operator("add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise)
+# Without schema: they are never in a graph, since they write to a leaf's ``.grad``. For that they also run only once in
+# a call; the forward's first call has compiled their kernels.
+add_down_proj_wgrad = Operator(
+    "add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise, compiles_first=False
+)
+add_up_proj_wgrad = Operator(
+    "add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise, compiles_first=False
+)
 add_up_proj_wgrad_bias_grad = Operator(
-    "add_up_proj_wgrad_bias_grad", _add_up_proj_wgrad_bias_grad, arguments=ROUTED, advise=advise
+    "add_up_proj_wgrad_bias_grad", _add_up_proj_wgrad_bias_grad, arguments=ROUTED, advise=advise, compiles_first=False
 )
 
 BACKWARD_OPS = (

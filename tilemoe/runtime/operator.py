@@ -57,7 +57,8 @@ class Operator:
         arguments: between the arguments and the schema's.
         advise: ``(name, found, arguments by name)`` gives the message of an OutOfMemoryError that said ``found``.
         repeats: whether launches are recorded and repeated; not where PyTorch's operators do the work.
-        compiles_first: whether a call may begin by compiling without launching; not where other GPUs wait for launches.
+        compiles_first: whether a call may begin by compiling without launching; not where other GPUs wait for
+            launches, or where it writes to an operand.
         flops: of `torch.utils.flop_counter`, from the schema's arguments with shapes for tensors; None: none.
     """
 

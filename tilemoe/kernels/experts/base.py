@@ -147,10 +147,7 @@ class Backend(ABC):
         expert.
 
         column_major: strides of the result, see `is_column_major`. out: of these strides, in `compute_dtype`; the
-        gradient is added to it, unrounded where a kernel does it, and out is returned. An operator's first call may run
-        this method twice: from the first launch whose binary is not compiled on, Triton's launches are withheld in the
-        first run, but not PyTorch's operators. Do the whole addition by one kind or by the other, and after a launch
-        that adds launch nothing that may have to be compiled.
+        gradient is added to it, unrounded where a kernel does it, and out is returned.
         """
 
     @abstractmethod
@@ -189,7 +186,7 @@ class Backend(ABC):
 
         One kernel may compute both. A NaN in x does not reach db1. db1 is not added to anything.
         """
-        db1 = self.up_proj_bias_grad(dh, plan)  # before dw1, which may be added to ``out``: see `down_proj_wgrad`
+        db1 = self.up_proj_bias_grad(dh, plan)
         return self.up_proj_wgrad(x, dh, plan, column_major, out), db1
 
 

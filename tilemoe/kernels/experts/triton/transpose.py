@@ -48,8 +48,7 @@ class WgradOperands(NamedTuple):
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[WgradOperands]:
     """Of each slice of by_token (T, p), rows contiguous, and of by_row (R_max, q), contiguous; p, q multiples of 128.
 
-    A slice overwrites the one before it: its GEMM has to be launched first. All slices take the same binaries, so that
-    none has to be compiled once a slice has been added to a gradient (`Backend.down_proj_wgrad`).
+    A slice overwrites the one before it: its GEMM has to be launched first.
     """
     tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
     find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
