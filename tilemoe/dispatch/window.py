@@ -36,7 +36,7 @@ from tilemoe.kernels.expert_parallel.triton_window import (
     put_tokens,
 )
 from tilemoe.kernels.experts.formats.dense import compute_dtype
-from tilemoe.ops.window import OpenWindow, Places, from_experts, to_experts, to_experts_again
+from tilemoe.ops.window import OpenWindow, Places, from_experts, saved_by, to_experts, to_experts_again
 from tilemoe.plan import RoutingPlan, plan_of
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class SentByWindow(NamedTuple):
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            x, *places = packed.saved_tensors
+            x, *places = saved_by(packed)
             again: Tensor = to_experts_again(x.detach(), *places, self.precision, self.window)
             return again
 

@@ -120,9 +120,19 @@ def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[2:])
 
 
+def saved_by(node: Any) -> tuple[Tensor, ...]:
+    """x (T, d) and the `Places` that a call of `to_experts` has saved, which checkpointing gives out once."""
+    if not hasattr(node, "read"):
+        node.read = node.saved_tensors
+    saved: tuple[Tensor, ...] = node.read
+    return saved
+
+
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_scores = ctx.needs_input_grad[:2]
-    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *ctx.saved_tensors[1:], ctx.window)
+    _, *places = saved_by(ctx)
+    del ctx.read
+    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *places, ctx.window)
     return dx_home if needs_x else None, ds_home if needs_scores else None
 
 
