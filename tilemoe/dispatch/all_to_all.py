@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from tilemoe.dispatch.base import Dispatched
+from tilemoe.dispatch.base import Capacity, Dispatched
 from tilemoe.dispatch.choose import Transports
+from tilemoe.dispatch.collective import Collective
 from tilemoe.plan import RoutingPlan
 
 _INT32_MAX = 2**31 - 1
@@ -80,6 +81,10 @@ class AllToAllDispatcher:
         if self.gradient_divide_factor == 1:
             return local
         return _DivideGradient.apply(local, self.gradient_divide_factor)
+
+    def capacity(self, device: torch.device) -> Capacity | None:
+        transport = self.transports.of(device)
+        return None if isinstance(transport, Collective) else transport
 
 
 class _DivideGradient(torch.autograd.Function):

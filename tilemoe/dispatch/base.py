@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from tilemoe.plan import RoutingPlan
@@ -42,6 +43,32 @@ class Dispatched(NamedTuple):
         return nullcontext() if self.sent is None else self.sent.saving(self.x)
 
 
+class Capacity(Protocol):
+    """Room for the rows that ranks receive, where it is fixed before those are known; the same on all ranks of a group.
+
+    What does not fit makes outputs NaN on every rank until `check` or `grow`, which all ranks call together.
+    """
+
+    @property
+    def rows(self) -> int:
+        """That a rank has room for; 0 before anything was sent."""
+        ...
+
+    def overflow(self) -> Tensor:
+        """(2,) integers on the device: what did not fit first of the rows that a rank was to receive, and of the tokens
+        that it had; 0 where all did.
+        """
+        ...
+
+    def check(self) -> None:
+        """ValueError if something did not fit; it waits for the device."""
+        ...
+
+    def grow(self, rows: int) -> None:
+        """Make room for these and some more. RuntimeError: there is no memory for them."""
+        ...
+
+
 class Dispatcher(Protocol):
     """Dispatches tokens to the experts and combines their outputs; differentiable in x, the scores and o."""
 
@@ -57,6 +84,10 @@ class Dispatcher(Protocol):
         """This process' shard (e, ...) of a parameter (E, ...)."""
         ...
 
+    def capacity(self, device: torch.device) -> Capacity | None:
+        """Of what is sent from this device; None: there is room for any number of rows."""
+        ...
+
 
 class LocalDispatcher:
     """All experts are in this process, and nothing is sent."""
@@ -69,3 +100,6 @@ class LocalDispatcher:
 
     def local_weight(self, weight: Tensor) -> Tensor:
         return weight
+
+    def capacity(self, device: torch.device) -> Capacity | None:
+        return None

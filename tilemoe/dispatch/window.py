@@ -195,11 +195,19 @@ class Windows:
         here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5])
         return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window, self._keep_received))
 
+    @property
+    def rows(self) -> int:
+        return self._limits.capacity
+
+    def overflow(self) -> Tensor:
+        """See `Capacity`."""
+        if self._window is None:
+            return torch.zeros(2, dtype=torch.int32, device=self._device)
+        return self._window.view.state[NEEDED_ROWS.value : NEEDED_TOKENS.value + 1]
+
     def needed(self) -> tuple[int, int]:
         """(rows, tokens) that would have had to fit, 0 where all did; a host sync. The same on all ranks."""
-        if self._window is None:
-            return 0, 0
-        rows, tokens = self._window.view.state[NEEDED_ROWS.value : NEEDED_TOKENS.value + 1].tolist()
+        rows, tokens = self.overflow().tolist()
         return rows, tokens
 
     def check(self) -> None:
@@ -210,8 +218,11 @@ class Windows:
             raise ValueError(self._problem(rows, tokens))
 
     def grow(self, rows: int) -> None:
-        """Open a window in which a rank can receive ``rows`` pairs and an eighth more. All ranks must call it."""
-        self._open(self._limits._replace(capacity=rows + rows // 8))
+        """Open a window in which a rank can receive ``rows`` pairs and an eighth more, unless it can receive all that
+        there are. All ranks must call it. RuntimeError: they have no memory for it.
+        """
+        if self.rows < self._limits.pairs * self.ranks:
+            self._open(self._limits._replace(capacity=rows + rows // 8))
 
     def _open(self, more: Limits) -> None:
         """A window for the largest of these limits, of those so far, and of the other ranks'."""
@@ -220,13 +231,14 @@ class Windows:
         usual = int(limits.pairs * self._capacity) + SLACK_ROWS
         capacity = min(max(limits.capacity, usual), limits.pairs * self.ranks)
         tokens, pairs, capacity = (_rounded(each) for each in (limits.tokens, limits.pairs, capacity))
-        self._limits = limits._replace(tokens=tokens, pairs=pairs, capacity=capacity)
-        layout = layout_of(self._limits, self.ranks)
+        limits = limits._replace(tokens=tokens, pairs=pairs, capacity=capacity)
+        layout = layout_of(limits, self.ranks)
         memory, addresses = self._allocate(self._group, self._device, layout.bytes)
         state = torch.zeros(STATE, dtype=torch.int32)
         state[TOKENS.value : RESULTS.value + 1] = -1  # no exchange has used a region
         tensors = (torch.tensor(addresses, dtype=torch.int64).to(self._device), state.to(self._device))
-        view = Window(*tensors, self.here, self._limits, layout)
+        view = Window(*tensors, self.here, limits, layout)
+        self._limits = limits
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
 
     def _do_all_grow(self, tokens: int, pairs: int) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
-from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
+from tilemoe.dispatch.base import Capacity, Dispatcher, LocalDispatcher
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
@@ -99,6 +99,14 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         cfg = self.cfg
         return f"{cfg.num_experts} x ({cfg.hidden_size} -> {cfg.intermediate_size}), {cfg.activation}, {cfg.gate_up}"
+
+
+def capacity_of(module: nn.Module, device: torch.device) -> Capacity | None:
+    """The room for what the processes that share the experts of ``module`` receive, which all layers have together;
+    None: there is room for any number of rows. All processes call it.
+    """
+    layers = (layer for layer in module.modules() if isinstance(layer, Experts))
+    return next((found for layer in layers if (found := layer.dispatcher.capacity(device)) is not None), None)
 
 
 def accumulate_grads(module: nn.Module) -> None:

@@ -335,8 +335,9 @@ def agree_kernel(
     cells = tl.broadcast_to(base[:, None], (BLOCK_W, BLOCK_W)) + 2 * to
     rows_needed = tl.max(tl.sum(tl.load(cells + 1, mask=inside, other=0), axis=0), axis=0)
     fails = (rows_needed > capacity) | (over > 0)
-    if rows_needed > capacity:
-        tl.store(state + NEEDED_ROWS, tl.maximum(tl.load(state + NEEDED_ROWS), rows_needed))
+    # Only the first: outputs are NaN from then on, and all tokens go to the same few experts.
+    if (rows_needed > capacity) & (tl.load(state + NEEDED_ROWS) == 0):
+        tl.store(state + NEEDED_ROWS, rows_needed)
     if over > 0:
         tl.store(state + NEEDED_TOKENS, tl.maximum(tl.load(state + NEEDED_TOKENS), tl.max(tokens, axis=0)))
     inside = inside & (fails == 0)
