@@ -18,7 +18,7 @@ from torch import Tensor
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.models import huggingface
 from tilemoe.testing import assert_close_to_reference, relative_error
-from tilemoe.train.metrics import METRICS_FILE, TIMING_FIELDS, read_metrics
+from tilemoe.train.metrics import METRICS_FILE, RUN_FIELDS, read_metrics
 
 HANGS = 1200  # seconds after which a process hangs: a guard, not a promise of how long it takes
 
@@ -137,9 +137,9 @@ def write_corpus(folder: Path, seed: int) -> Path:
 
 
 def timeless(run_dir: str | Path) -> list[dict[str, Any]]:
-    """A run's records but for what a clock says."""
+    """A run's records but for what a clock says, and what room it had."""
     records = read_metrics(Path(run_dir) / METRICS_FILE)
-    return [{key: value for key, value in record.items() if key not in TIMING_FIELDS} for record in records]
+    return [{key: value for key, value in record.items() if key not in RUN_FIELDS} for record in records]
 
 
 def losses(run_dir: str | Path) -> list[float]:

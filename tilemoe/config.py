@@ -372,7 +372,8 @@ class ParallelConfig:
             each whole "block". With the first two, ``recompute="up_proj"`` also recomputes the experts'
             pre-activations; with "block" it would only repeat a GEMM once more, and is ignored.
         exchange: how tokens reach the experts of other processes: "collective", by ``all_to_all_single``; "symmetric",
-            by reading the memory of the other GPUs of one host; or "auto", "symmetric" where it is possible.
+            by reading the memory of the other GPUs of one host; or "auto", "symmetric" where it is possible. By
+            "symmetric" a process has room for a number of rows, and a step that needs more is repeated with more room.
         keep_received: with "symmetric", keep the tokens that a process' experts received for the backward, which pulls
             them again otherwise.
 

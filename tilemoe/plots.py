@@ -116,7 +116,8 @@ def _distinct(values: Iterable[str]) -> list[str]:
 
 
 def run_figure(records: Sequence[Row], title: str) -> Figure:
-    """The losses, the throughput, how evenly tokens fall on experts, and the routers' entropy.
+    """The losses, the throughput, how evenly tokens fall on experts and on the processes that share them, and the
+    routers' entropy.
 
     ``records``: a run's, as `tilemoe.train.metrics` describes them.
     """
@@ -126,17 +127,23 @@ def run_figure(records: Sequence[Row], title: str) -> Figure:
     load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
     train = [record for record in records if record["kind"] == "train"]
     undecided = [record for record in train if record.get("router_entropy")]  # not recorded by release 0.1.0
-    panels = ["loss", "throughput", *(["load"] if load else []), *(["entropy"] if undecided else [])]
-    if len(panels) == 3:
-        panels.insert(0, "loss")  # which has the first row to itself
+    shared = [record for record in train if record.get("rank_load")]
+    if all(load == 1 for record in shared for load in record["rank_load"]):
+        shared = []
+    drawn = {"load": load, "ranks": shared, "entropy": undecided}
+    panels = ["loss", "throughput", *(name for name, values in drawn.items() if values)]
     figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")  # pages and chats show about 1,200 pixels
-    axes: dict[str, Any] = figure.subplot_mosaic([panels[: len(panels) // 2], panels[len(panels) // 2 :]])
+    rows = (panels[: len(panels) // 2], panels[len(panels) // 2 :])
+    axes: dict[str, Any] = figure.subplot_mosaic([[name for name in row for _ in range(6 // len(row))] for row in rows])
     _draw_losses(axes["loss"], train, evals)
     _draw_throughput(axes["throughput"], train)
     if load:
         _draw_load(figure, axes["load"], load)
-    if undecided:
-        _draw_entropy(axes["entropy"], undecided)
+    if shared:
+        _draw_layers(axes["ranks"], shared, "rank_load", "how even the processes' rows are", "most rows / mean")
+    if undecided:  # near 1 a router is undecided, near 0 each token has one expert
+        title = "how undecided the routers are"
+        _draw_layers(axes["entropy"], undecided, "router_entropy", title, "router entropy / log(experts)")
     figure.suptitle(title)
     return figure
 
@@ -144,7 +151,7 @@ def run_figure(records: Sequence[Row], title: str) -> Figure:
 def _label_steps(axes: Any, title: str, ylabel: str) -> None:
     """The axes of what is drawn over the steps, its numbers in full."""
     axes.set(title=title, xlabel="optimiser step", ylabel=ylabel)
-    _count_in_integers(axes.xaxis)
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)  # three panels may share a row
     axes.ticklabel_format(useOffset=False, style="plain")
     axes.grid(alpha=0.3)
 
@@ -170,12 +177,12 @@ def _draw_throughput(axes: Any, train: Sequence[Row]) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _draw_entropy(axes: Any, train: Sequence[Row]) -> None:
-    """A line per MoE layer, the first the darkest: near 1 the router is undecided, near 0 each token has one expert."""
-    steps, layers = [r["step"] for r in train], list(zip(*(r["router_entropy"] for r in train), strict=True))
+def _draw_layers(axes: Any, train: Sequence[Row], field: str, title: str, ylabel: str) -> None:
+    """A line per MoE layer, the first the darkest."""
+    steps, layers = [r["step"] for r in train], list(zip(*(r[field] for r in train), strict=True))
     for layer, values in enumerate(layers):
         axes.plot(steps, values, lw=0.8, color=str(0.8 * layer / len(layers)), label=f"MoE layer {layer}")
-    _label_steps(axes, "how undecided the routers are", "router entropy / log(experts)")
+    _label_steps(axes, title, ylabel)
     if len(layers) <= 8:
         axes.legend()
 

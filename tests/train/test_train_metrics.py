@@ -30,11 +30,13 @@ from tilemoe.train.run import train
 from tilemoe.train.trackers import TensorBoard, WandB
 
 
-def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
+def write_run(folder: Path, steps: int = 6, experts: bool = True, shared: bool = False) -> Path:
     writer = MetricsWriter(folder)
     for step in range(1, steps + 1):
         entropy = [1.0 - 0.1 * step, 0.5] if experts else []
         numbers = {"nats_per_token": 5.0 / step, "tokens_per_second": 1000.0 * step, "router_entropy": entropy}
+        if shared:
+            numbers["rank_load"] = [1.0 + 0.3 * step, 1.0]
         writer.write("train", {"step": step, **numbers})
         if step % 2 == 0:
             counts = [[3, 1], [2, 2]] if experts else []
@@ -151,12 +153,15 @@ def test_weights_and_biases_gets_the_numbers_and_one_run(
         WandB(tmp_path / "run", recipe)
 
 
-@pytest.mark.parametrize(("experts", "evals", "panels"), [(True, True, 4), (True, False, 3), (False, True, 2)])
+@pytest.mark.parametrize(
+    ("experts", "shared", "evals", "panels"),
+    [(True, True, True, 5), (True, False, True, 4), (True, False, False, 3), (False, False, True, 2)],
+)
 def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
-    tmp_path: Path, experts: bool, evals: bool, panels: int
+    tmp_path: Path, experts: bool, shared: bool, evals: bool, panels: int
 ) -> None:
     """Each panel has a title, and no labels of its ticks overlap, nor is a line cut off."""
-    records = [{**r, "step": 20_000 * r["step"]} for r in read_metrics(write_run(tmp_path, experts=experts))]
+    records = [{**r, "step": 20_000 * r["step"]} for r in read_metrics(write_run(tmp_path, 6, experts, shared))]
     for record in records:
         record |= {"tokens_per_second": 2.4e6 + record["step"]}
     figure = run_figure([r for r in records if evals or r["kind"] == "train"], "title")
@@ -190,7 +195,7 @@ def test_a_line_without_an_end_is_named(tmp_path: Path) -> None:
 
 def stats(step: int, load: list[float]) -> StepStats:
     none, waste = [0.0] * len(load), [0.041] * len(load)
-    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, load, none, none, none, waste, none)
+    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, load, none, none, none, waste, none, none)
 
 
 def drive(reporter: Reporter) -> None:

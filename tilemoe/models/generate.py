@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilemoe.checks import require_finite, require_int, require_type
 from tilemoe.layers.attention import KVCache
+from tilemoe.layers.experts import capacity_of
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.runtime.tensors import require_generator, require_tensor
@@ -39,7 +40,8 @@ def generate(
         those of ``output[:, :-1]``.
 
     Raises:
-        ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``.
+        ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``; or, of
+            experts that processes share, one has no room for the rows that it receives.
 
     Examples:
         >>> from tilemoe.models.generate import generate
@@ -58,13 +60,15 @@ def generate(
     if max_new_tokens == 0:
         return input_ids.long()
     total = input_ids.shape[1] + max_new_tokens
-    cache = KVCache(model.config.num_layers, total)
+    cache, capacity = KVCache(model.config.num_layers, total), capacity_of(model, input_ids.device)
     were_training = [module for module in model.modules() if module.training]  # a part may be in eval mode
     model.eval()
     try:
         tokens = [input_ids.long()]
         for _ in range(max_new_tokens):
             logits = model.next_logits(tokens[-1], cache, record)[:, :num_ids]
+            if capacity is not None:
+                capacity.check()  # or they may be NaN
             tokens.append(_sample(logits, temperature, top_k, generator))
         return torch.cat(tokens, dim=1)
     finally:

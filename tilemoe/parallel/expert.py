@@ -158,13 +158,23 @@ def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
 
     Under expert parallelism they are summed over the processes that share the experts of ``module``; all must call it.
     """
-    dispatchers = (layer.dispatcher for layer in module.modules() if isinstance(layer, Experts))
-    groups = [dispatcher.transports.group for dispatcher in dispatchers if isinstance(dispatcher, AllToAllDispatcher)]
-    if not groups:
+    if (group := _group_of(module)) is None:
         return tokens_per_expert
     rows = tokens_per_expert.clone()
-    dist.all_reduce(rows, group=groups[0])
+    dist.all_reduce(rows, group=group)
     return rows
+
+
+def rows_of_ranks(module: nn.Module, rows: Tensor) -> Tensor:
+    """(..., W) rows of each of the W processes that share the experts of ``module``, from `rows_of_experts`."""
+    group = _group_of(module)
+    return rows.unflatten(-1, (1 if group is None else dist.get_world_size(group), -1)).sum(-1)
+
+
+def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
+    """Of the processes that share its experts."""
+    dispatchers = (layer.dispatcher for layer in module.modules() if isinstance(layer, Experts))
+    return next((each.transports.group for each in dispatchers if isinstance(each, AllToAllDispatcher)), None)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, zip_longest
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 from tilemoe.data import Mixture, PackedBatch, PackedDocuments, TokenShards, sequential_windows
 from tilemoe.data.sampler import IGNORED_TARGET, Batch
+from tilemoe.models.decoder import LMOutput
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.train.datasets import device_batch
 from tilemoe.train.job.collective import any_process, values_of_processes
@@ -60,6 +62,7 @@ def evaluate(
     stop_requested: Callable[[], bool] = lambda: False,
     on_batch: Callable[[int], None] = lambda tokens: None,
     job: Job = ALONE,
+    until_it_fits: Callable[[Callable[[], LMOutput]], LMOutput] = lambda forward: forward(),
 ) -> Evaluation | None:
     """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over ``max_batches`` batches of windows,
     always the same, spread evenly over the split; a last batch of each source may be filled in part.
@@ -69,7 +72,7 @@ def evaluate(
     Sources take turns with the batches, until each is read.
     Of documents, packed already with their own ``seq_len``, the tokens to learn count, and nats/byte are unknown.
     ``on_batch`` is told how many tokens this process has read. Returns None when ``stop_requested`` says so in between.
-    The processes of a job take turns with the batches; each gets the result.
+    The processes of a job take turns with the batches; each gets the result. ``until_it_fits`` repeats a forward.
     """
     nats, tokens = 0.0, 0
     counts: torch.Tensor | None = None
@@ -82,10 +85,12 @@ def evaluate(
             batch = device_batch(arrays, device)
             real = batch.num_targets
             with torch.no_grad(), autocast():
-                out = model(batch.inputs, batch.labels, documents=batch.documents, token_mask=batch.token_mask)
+                inputs = {"documents": batch.documents, "token_mask": batch.token_mask}
+                out = until_it_fits(partial(model, batch.inputs, batch.labels, **inputs))
             batch_counts = out.tokens_per_expert.to(torch.int64)
             counts = batch_counts if counts is None else counts + batch_counts
             if real:
+                assert out.loss is not None, "there are labels"
                 nats += float(out.loss) * real
                 tokens += real
                 on_batch(tokens)

@@ -12,8 +12,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from tilemoe.layers.experts import Experts, accumulate_grads
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
-from tilemoe.parallel.expert import rows_of_experts
+from tilemoe.parallel.expert import rows_of_experts, rows_of_ranks
 from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
@@ -49,8 +50,11 @@ from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
 from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
 from tilemoe.train.progress import Reporter, Speed, StepStats
+from tilemoe.train.room import Room
 
 GPU_TILE = 128  # rows of a tile of the GPU kernels' products
+_ROOM = slice(3, 6)  # of a process' values: rows and tokens that did not fit, and the most rows that one received
+_PER_LAYER = 8  # numbers of each layer that follow
 _SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
 
 
@@ -70,6 +74,15 @@ class _Routed(NamedTuple):
     rows: Tensor
     pairs: Tensor
     entropy: Tensor
+
+
+class _Gradients(NamedTuple):
+    """Of a step. values: of each process, of the losses, the norm, the room (`_ROOM`) and each layer; pairs (layers,
+    experts).
+    """
+
+    values: list[list[float]]
+    pairs: Tensor
 
 
 class Trainer:
@@ -103,6 +116,7 @@ class Trainer:
         self._saved_step = -1
         self._pending: PendingCheckpoint | None = None
         self._group: dist.ProcessGroup | None = None
+        self._room = Room(model, device, job, say=lambda line: None)
         moe = recipe.model.moe
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
         self._peak = peak_flops(device, recipe.train.precision)
@@ -190,32 +204,25 @@ class Trainer:
             pending.finish()
 
     def train_step(self) -> StepStats:
-        """One optimiser step over ``accumulation`` micro-batches.
+        """One optimiser step over ``accumulation`` micro-batches, repeated where rows did not fit.
+
+        Until that is known, only gradients and random numbers have changed.
 
         Raises:
             NonFiniteLossError: before anything of the model or the optimiser has changed. Of a router's logits only the
                 process raises it that has them.
         """
-        optim, train = self.recipe.optim, self.recipe.train
-        lr = learning_rate(self.step, train.steps, optim)
+        train = self.recipe.train
+        lr = learning_rate(self.step, train.steps, self.recipe.optim)
         set_learning_rate(self.optimizer, lr)
         self._progress.step = self.step + 1
-        with self._logits_in(f"step {self.step + 1}"), micro_batches(self.recipe.parallel):
-            loss, aux_loss, routed = self._accumulate()
-        self._progress.mark()
-        rows, pairs = routed.rows.sum(0), routed.pairs.sum(0)
-        all_rows, all_pairs = sum_over_ranks(torch.stack([rows, pairs]))
-        entropy = (routed.entropy.double() * routed.pairs.sum(2)).sum(0)  # a micro-batch may have more padding
-        norm = clip_gradients(self.model.parameters(), optim.grad_clip)
-        own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
-        of_layers = [
-            *expert_load(all_rows),
-            *rounding_changes(routed.rows, routed.pairs),
-            _tile_waste(rows_of_experts(self.model, routed.rows), self._tile),
-            self.job.world_size * entropy / all_pairs.sum(1).clamp(min=1),
-        ]
-        # The step's only device-to-host sync; the update then runs while the host launches the next step.
-        values = values_of_processes(torch.cat([own, *of_layers]), self.job)
+        values, pairs = self._room.until_it_fits(
+            self._gradients,
+            f"step {self.step + 1}",
+            lambda found: [row[_ROOM][:2] for row in found.values],
+            self.optimizer.zero_grad,
+            forwards=train.accumulation,
+        )
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -224,9 +231,39 @@ class Trainer:
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
         means = [sum(column) / len(values) for column in zip(*values, strict=True)]
-        layers = len(pairs)
-        per_layer = [[round(v, 4) for v in means[3 + i * layers :][:layers]] for i in range(len(of_layers))]
-        return StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
+        layers, first = len(pairs), _ROOM.stop
+        per_layer = [[round(v, 4) for v in means[first + i * layers :][:layers]] for i in range(_PER_LAYER)]
+        stats = StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
+        if (capacity := self._room.rows) is not None:
+            most_rows = [round(row[_ROOM][2]) for row in values]
+            stats = replace(stats, capacity=capacity, most_rows=max(most_rows), repeats=self._room.repeats)
+            self._room.learn(most_rows[self.job.rank])
+        return stats
+
+    def _gradients(self) -> _Gradients:
+        """Those of the next step, clipped."""
+        with self._logits_in(f"step {self.step + 1}"), micro_batches(self.recipe.parallel):
+            loss, aux_loss, routed = self._accumulate()
+        self._progress.mark()
+        rows, pairs = routed.rows.sum(0), routed.pairs.sum(0)
+        all_rows, all_pairs = sum_over_ranks(torch.stack([rows, pairs]))
+        entropy = (routed.entropy.double() * routed.pairs.sum(2)).sum(0)  # a micro-batch may have more padding
+        norm = clip_gradients(self.model.parameters(), self.recipe.optim.grad_clip)
+        rows_there = rows_of_experts(self.model, routed.rows)
+        rows_of_each = rows_of_ranks(self.model, rows_there)
+        own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
+        most_rows = torch.cat([rows_of_each.flatten(), rows_of_each.new_zeros(1)]).amax(0, keepdim=True)
+        of_layers = [
+            *expert_load(all_rows),
+            *rounding_changes(routed.rows, routed.pairs),
+            _tile_waste(rows_there, self._tile),
+            self.job.world_size * entropy / all_pairs.sum(1).clamp(min=1),
+            expert_load(rows_of_each.sum(0))[0],
+        ]
+        assert len(of_layers) == _PER_LAYER
+        # The step's only device-to-host sync; the update then runs while the host launches the next step.
+        found = torch.cat([own, self._room.overflow(), most_rows, *of_layers])
+        return _Gradients(values_of_processes(found, self.job), pairs)
 
     def _accumulate(self) -> tuple[Tensor, Tensor, _Routed]:
         """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and routing.
@@ -310,6 +347,7 @@ class Trainer:
         started, seconds_before = time.perf_counter(), self.seconds
         step_seconds, first_step = 0.0, self.step
         reporter.start(self.step, train.steps)
+        self._room.say = reporter.say
         try:
             while not any_process(stop_requested(), self.job):
                 if self._is_due(train.eval_every):
@@ -354,8 +392,8 @@ class Trainer:
     ) -> Evaluation | None:
         """Evaluate, on the whole split after the last step, and record it; None if stopped in between."""
         is_last = self.step == self.recipe.train.steps
-        begun = time.perf_counter()
-        with self._logits_in(f"the evaluation after step {self.step}"):
+        begun, what = time.perf_counter(), f"the evaluation after step {self.step}"
+        with self._logits_in(what):
             result = evaluate(
                 self.model,
                 self.data.heldout,
@@ -366,6 +404,7 @@ class Trainer:
                 max_batches=0 if is_last else self.recipe.train.eval_batches,
                 stop_requested=stop_requested,
                 job=self.job,
+                until_it_fits=partial(self._room.until_it_fits, what=f"a batch of {what}"),
             )
         if result is None:
             return None

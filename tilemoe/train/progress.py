@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TextIO
 
 from rich.console import Console
@@ -30,6 +30,11 @@ class StepStats:
     added_pairs: list[float]  # per MoE layer: pairs that token rounding put in / pairs of top-K
     tile_waste: list[float]  # per MoE layer: padding to whole tiles / rows
     router_entropy: list[float]  # per MoE layer: of the router's probabilities / log of the experts, mean over tokens
+    rank_load: list[float]  # per MoE layer: rows of the busiest of the processes that share its experts / mean
+    _: KW_ONLY
+    capacity: int | None = None  # rows of a layer that a process has room for; None: any number
+    most_rows: int | None = None  # that one received, of all layers and micro-batches; None likewise
+    repeats: int = 0  # of this run so far, because rows did not fit
 
 
 @dataclass(frozen=True)
