@@ -46,8 +46,11 @@ class Dispatched(NamedTuple):
 class Capacity(Protocol):
     """Room for the rows that ranks receive, where it is fixed before those are known; the same on all ranks of a group.
 
-    What does not fit makes outputs NaN on every rank until `check` or `grow`, which all ranks call together.
+    What does not fit makes outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
+    dispatch raises, as soon as the host has heard of it, unless ``is_watched`` says that somebody asks after each step.
     """
+
+    is_watched: bool
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tilemoe.checks import require_bool, require_choice
+from tilemoe.checks import require_bool, require_choice, require_int
 from tilemoe.config import EXCHANGES
 from tilemoe.dispatch.collective import Collective
 
@@ -19,14 +19,18 @@ class Transports:
     """The transport of one group. All ranks make it together when rows are first sent, because their device decides.
 
     ``exchange``: "collective", by ``all_to_all_single``; "symmetric", through windows in memory that all GPUs read;
-    "auto", the latter if it is possible. All layers share the window. ``keep_received``: see `ParallelConfig`.
+    "auto", the latter if it is possible. All layers share the window. ``keep_received``: see `ParallelConfig`;
+    ``max_tokens``: see `expert_parallel`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto", keep_received: bool = False) -> None:
-        """ValueError: ``exchange`` is none of these, or the other no bool."""
+    def __init__(
+        self, group: dist.ProcessGroup, exchange: str = "auto", keep_received: bool = False, max_tokens: int = 0
+    ) -> None:
+        """ValueError: an argument is none of these."""
         require_choice("exchange", exchange, EXCHANGES)
         require_bool("keep_received", keep_received)
-        self.group, self.exchange, self.keep_received = group, exchange, keep_received
+        require_int("max_tokens", max_tokens, 0)
+        self.group, self.exchange, self.keep_received, self.max_tokens = group, exchange, keep_received, max_tokens
         self._made: dict[torch.device, Collective | Windows] = {}
 
     def of(self, device: torch.device) -> Collective | Windows:
@@ -42,7 +46,7 @@ class Transports:
 
         why = window.why_unsupported(self.group, device)
         if why is None:
-            return window.Windows(self.group, device, keep_received=self.keep_received)
+            return window.Windows(self.group, device, keep_received=self.keep_received, max_tokens=self.max_tokens)
         if self.exchange == "symmetric":
             raise ValueError(f"exchange='symmetric': {why}; pass 'auto' or 'collective'")
         return Collective(self.group)

@@ -149,6 +149,7 @@ class Windows:
     """The window of a group of ranks that all layers of a model share, and the larger ones that replace it.
 
     capacity: the rows that a rank can receive, as a share of the most pairs that one sends, plus `SLACK_ROWS`.
+    max_tokens: for which there is room from the start, where some rank will have more than any at first.
     """
 
     def __init__(
@@ -158,12 +159,14 @@ class Windows:
         allocate: Callable[[dist.ProcessGroup, torch.device, int], Memory] = symmetric_memory,
         capacity: float = 1.5,
         keep_received: bool = False,
+        max_tokens: int = 0,
     ) -> None:
-        self._keep_received = keep_received
+        self._keep_received, self._max_tokens, self.is_watched = keep_received, max_tokens, False
         self._group, self._device, self._allocate, self._capacity = group, device, allocate, capacity
         self.here, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._window: OpenWindow | None = None
         self._limits = Limits(0, 0, 0, 1, 0)
+        self._alarm = torch.zeros(2, dtype=torch.int32).numpy()
 
     def with_room(self, tokens: int, pairs: int, score_words: int, row_bytes: int) -> OpenWindow:
         """A window for these: T, P, and the sizes of a score and of a row, which are the same on all ranks.
@@ -177,8 +180,8 @@ class Windows:
             if not grows:
                 raise ValueError(
                     f"this process has {tokens} tokens, of {pairs} pairs, where those that share its experts have room "
-                    f"for {limits.tokens} and {limits.pairs}, and not all others have more than that; begin with the "
-                    "largest batch, or pass exchange='collective' (--parallel.exchange collective)"
+                    f"for {limits.tokens} and {limits.pairs}, and not all others have more than that; pass "
+                    "max_tokens=, the most of any process, or exchange='collective', to expert_parallel"
                 )
         if self._window is None or grows:
             self._open(Limits(tokens, pairs, 0, score_words, row_bytes))
@@ -187,6 +190,8 @@ class Windows:
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str) -> Dispatched:
         """See `Dispatcher`. precision: see `Sent`."""
+        if not self.is_watched and not torch.compiler.is_compiling() and self._alarm.any():
+            self.check()
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
         row_bytes = x.element_size() * x.shape[1]
         window = self.with_room(plan.num_tokens, plan.num_pairs, s.element_size() // 4, row_bytes)
@@ -214,7 +219,8 @@ class Windows:
         """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
         rows, tokens = self.needed()
         if rows or tokens:
-            self._view().state[NEEDED_ROWS.value : NEEDED_TOKENS.value + 1] = 0
+            self.overflow().zero_()
+            self._alarm[:] = 0
             raise ValueError(self._problem(rows, tokens))
 
     def grow(self, rows: int) -> None:
@@ -228,6 +234,10 @@ class Windows:
         """A window for the largest of these limits, of those so far, and of the other ranks'."""
         asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
         limits = Limits(*(max(each) for each in zip(*asked, strict=True)))
+        most = limits.tokens + limits.tokens // 4  # the next batches may have more
+        pairs_per_token = -(-limits.pairs // max(1, limits.tokens))
+        limits = limits._replace(tokens=max(most, self._max_tokens))
+        limits = limits._replace(pairs=max(limits.pairs, limits.tokens * pairs_per_token))
         usual = int(limits.pairs * self._capacity) + SLACK_ROWS
         capacity = min(max(limits.capacity, usual), limits.pairs * self.ranks)
         tokens, pairs, capacity = (_rounded(each) for each in (limits.tokens, limits.pairs, capacity))
@@ -236,7 +246,9 @@ class Windows:
         memory, addresses = self._allocate(self._group, self._device, layout.bytes)
         state = torch.zeros(STATE, dtype=torch.int32)
         state[TOKENS.value : RESULTS.value + 1] = -1  # no exchange has used a region
-        tensors = (torch.tensor(addresses, dtype=torch.int64).to(self._device), state.to(self._device))
+        alarm = torch.zeros(2, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._alarm = alarm.numpy()
+        tensors = (torch.tensor(addresses, dtype=torch.int64).to(self._device), state.to(self._device), alarm)
         view = Window(*tensors, self.here, limits, layout)
         self._limits = limits
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
@@ -263,7 +275,7 @@ class Windows:
             )
         return (
             f"a process would have received {rows} rows, and has room for {self._limits.capacity}: outputs of that "
-            f"step are NaN; call grow({rows})"
+            "step are NaN; take fewer tokens, or exchange='collective' (--parallel.exchange collective)"
         )
 
 

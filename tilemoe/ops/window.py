@@ -47,7 +47,7 @@ class _WindowArguments(Arguments):
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         view = args[-1].view
-        return (*args[:-1], view.addresses, view.state, view.here, view.limits)
+        return (*args[:-1], view.addresses, view.state, view.alarm, view.here, view.limits)
 
     def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*args[:-1], args[-1].name)
@@ -130,7 +130,7 @@ def saved_by(node: Any) -> tuple[Tensor, ...]:
 
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_scores = ctx.needs_input_grad[:2]
-    _, *places = saved_by(ctx)
+    places = saved_by(ctx)[1:]
     del ctx.read
     dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *places, ctx.window)
     return dx_home if needs_x else None, ds_home if needs_scores else None

@@ -43,6 +43,7 @@ def expert_parallel(
     offload_policy: OffloadPolicy | None = None,
     exchange: str | Transports = "auto",
     keep_received: bool = False,
+    max_tokens: int = 0,
 ) -> None:
     """Divide the experts of every MoE layer in ``module``, in place: of `tilemoe.MoE`, with adapters or without, and
     of transformers' models under ``experts_implementation="tilemoe"``.
@@ -68,7 +69,9 @@ def expert_parallel(
         offload_policy: likewise.
         exchange: how tokens are sent: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
             the group, which calls for parts of one model should share.
-        keep_received: see `ParallelConfig`; of no effect beside `Transports`, which have their own.
+        keep_received: see `ParallelConfig`. Like max_tokens of no effect beside `Transports`, which have their own.
+        max_tokens: the most tokens that a process has in a forward, where their number varies: there is room for a
+            quarter more than any had at first, and for more only where all processes have more.
 
     Raises:
         ValueError: there is no MoE layer, or none that can be divided; the mesh has no dimension ``dim``, or not all

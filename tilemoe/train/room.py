@@ -26,6 +26,8 @@ class Room:
 
     def __init__(self, model: nn.Module, device: torch.device, job: Job, say: Callable[[str], None]) -> None:
         self._capacity, self._device, self._job, self.say = capacity_of(model, device), device, job, say
+        if self._capacity is not None:
+            self._capacity.is_watched = True
         self._layers = sum(isinstance(module, Experts) for module in model.modules())
         self.repeats, self._learns = 0, True
 

@@ -103,10 +103,13 @@ def most_received(limits: Limits, ranks: int) -> int:
 
 
 class Window(NamedTuple):
-    """A window as kernels see it. addresses (W) int64: each rank's, in this process · state (`STATE`) int32."""
+    """A window as kernels see it. addresses (W) int64: each rank's, in this process · state (`STATE`) int32 · alarm (2)
+    int32, in memory of the host that the GPU writes: what did not fit, as in ``state``.
+    """
 
     addresses: Tensor
     state: Tensor
+    alarm: Tensor
     here: int
     limits: Limits
     layout: WindowLayout
@@ -160,7 +163,7 @@ def agree(window: Window) -> tuple[Tensor, Tensor, Tensor]:
     agreed, counts, came = state.new_empty(AGREED * ranks), state.new_empty(4), state.new_empty(2 * ranks)
     args = (window.addresses, state, window.layout.sizes, limits.tokens, limits.pairs, limits.capacity, window.here)
     constants = {"RANKS": ranks, "BLOCK_W": power_of_two(ranks)}
-    launch_of(agree_kernel, (1,), (*args, agreed, counts, came), constants, num_warps=1).run()
+    launch_of(agree_kernel, (1,), (*args, window.alarm, agreed, counts, came), constants, num_warps=1).run()
     return agreed, counts, came
 
 
@@ -317,7 +320,7 @@ def put_kernel(
 
 @triton.jit(do_not_specialize=["max_tokens", "max_pairs", "capacity", "here"])
 def agree_kernel(
-    addresses, state, sizes_offset, max_tokens, max_pairs, capacity, here, agreed, counts, came,
+    addresses, state, sizes_offset, max_tokens, max_pairs, capacity, here, alarm, agreed, counts, came,
     RANKS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """A single CTA. See `agree`."""
@@ -338,7 +341,9 @@ def agree_kernel(
     # Only the first: outputs are NaN from then on, and all tokens go to the same few experts.
     if (rows_needed > capacity) & (tl.load(state + NEEDED_ROWS) == 0):
         tl.store(state + NEEDED_ROWS, rows_needed)
+        tl.store(alarm, rows_needed)
     if over > 0:
+        tl.store(alarm + 1, tl.max(tokens, axis=0))
         tl.store(state + NEEDED_TOKENS, tl.maximum(tl.load(state + NEEDED_TOKENS), tl.max(tokens, axis=0)))
     inside = inside & (fails == 0)
     for column in tl.static_range(2):
