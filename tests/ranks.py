@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ def named(checks: Sequence[Check], *quick: Check) -> list[Any]:
 def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type: str = "cpu") -> dict[str, str]:
     """Run ``checks``, functions of modules, one after the other on each of ``ranks`` processes of one thread.
 
-    On "cuda" each has a GPU of its own, whose tensors go through NCCL; `device_of_rank` says which. Returns what went
+    Where the environment turns Triton's interpreter on, it is so in the ranks. On "cuda" each has a GPU of its own, whose tensors go through NCCL; `device_of_rank` says which. Returns what went
     wrong by the check's name, empty where nothing did. A failure ends the processes, some of which may wait for others
     in vain; new ones run the checks after it. ``folder`` is an empty one.
 
@@ -49,11 +51,12 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
         attempt = folder / f"attempt_{len(results)}"
         attempt.mkdir()
         try:
-            arguments = (left, ranks, attempt, device_type, dict(os.environ))
+            names = [(check.__module__, check.__name__) for check in left]
+            arguments = (names, ranks, attempt, device_type, dict(os.environ))
             start_processes(_worker, arguments, ranks, start_method="forkserver")
         except (ProcessRaisedException, ProcessExitedException) as error:
             problem = str(error)
-        passed = [check for check in left if all(_passed(attempt, check, rank).exists() for rank in range(ranks))]
+        passed = [check for check in left if all(_passed(attempt, check.__name__, rank).exists() for rank in range(ranks))]
         results |= {check.__name__: "" for check in passed}
         left = left[len(passed) :]
         if left:
@@ -70,15 +73,18 @@ def device_of_rank() -> torch.device:
     return torch.device("cpu")
 
 
-def _passed(folder: Path, check: Check, rank: int) -> Path:
-    return folder / f"{check.__name__}.{rank}"
+def _passed(folder: Path, check: str, rank: int) -> Path:
+    return folder / f"{check}.{rank}"
 
 
 def _worker(
-    rank: int, checks: list[Check], ranks: int, folder: Path, device_type: str, environment: dict[str, str]
+    rank: int, checks: list[tuple[str, str]], ranks: int, folder: Path, device_type: str, environment: dict[str, str]
 ) -> None:
     os.environ.clear()  # it is as it was when the first process of all was forked
     os.environ |= environment
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.improve()
+        interpreter.wait_at_ease(_TIMEOUT_S)
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
@@ -89,7 +95,8 @@ def _worker(
         world_size=ranks,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
-    for check in checks:
-        check()
-        _passed(folder, check, rank).touch()
+    for module, name in checks:  # by name: modules that import Triton are imported in the environment above
+        getattr(importlib.import_module(module), name)()
+        _passed(folder, name, rank).touch()
+
     dist.destroy_process_group()

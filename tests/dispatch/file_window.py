@@ -5,6 +5,7 @@ interpreted.
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,11 @@ NAMES = count()  # all processes of a job open windows in one order
 
 
 class FileTransports(Transports):
-    """Of one group, over windows in ``folder``."""
+    """Of one group, over windows in ``folder``. options: of `Windows`."""
 
-    def __init__(self, group: dist.ProcessGroup, folder: Path, names: Iterator[int] = NAMES) -> None:
+    def __init__(self, group: dist.ProcessGroup, folder: Path, names: Iterator[int] = NAMES, **options: Any) -> None:
         super().__init__(group)
-        self._folder, self._names = folder, names
+        self._folder, self._names, self._options = folder, names, options
 
     def _make(self, device: torch.device) -> Windows:
         def allocate(group: dist.ProcessGroup, device: torch.device, size: int) -> Memory:
@@ -31,4 +32,4 @@ class FileTransports(Transports):
             memory = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
             return memory, [each.data_ptr() for each in memory]
 
-        return Windows(self.group, device, allocate)
+        return Windows(self.group, device, allocate, **self._options)

@@ -13,11 +13,12 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module", params=["collective", pytest.param("files", marks=pytest.mark.thorough)])
 def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """``files`` stands for symmetric memory: the same transport, over windows that processes have without GPUs."""
+    """``files`` stand for symmetric memory: the same windows and kernels, which Triton interprets."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXCHANGE_UNDER_TEST", request.param)
         patch.setenv("WINDOWS", str(folder))
+        patch.setenv("TRITON_INTERPRET", str(int(request.param == "files")))
         return run_on_ranks(selected(CHECKS), 4, folder)
 
 

@@ -1,41 +1,8 @@
-"""Triton's interpreter, where it is on, without what it does in vain, half of its time, and with what it lacks."""
+"""Kernels of these tests are interpreted faster."""
 
-import inspect
 import os
-from dataclasses import replace
-from typing import Any
+
+import interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from triton.runtime import interpreter
-
-    tl, patch_lang, patch_tensor = interpreter.tl, interpreter._patch_lang, interpreter._patch_lang_tensor
-
-    def patch_lang_once(fn: Any) -> Any:
-        """As `patch_lang`; nothing where the launch of the kernel that calls ``fn`` has patched the language already.
-
-        At each such call Triton walks all of the language, to find there what it has put there.
-        """
-        langs = [value for value in fn.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)]
-        if all(not tl.core.is_builtin(lang.load) for lang in langs):  # what is patched is no builtin
-            return interpreter._LangPatchScope()
-        return patch_lang(fn)
-
-    def patch_tensor_of_any_numpy(tensor: Any, scope: Any) -> None:
-        """As `patch_tensor`; its scalars are arrays of one element, which numpy takes for numbers up to 2.3."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def reduce_by_descriptor(builder: Any, kind: Any, descriptor: Any, value: Any, place: Any) -> None:
-        """A tile added to what a tensor has, which 3.6 does not interpret."""
-        assert kind == interpreter.tl.semantic.ir.DESCRIPTOR_REDUCE_KIND.ADD
-        pointers, inside = descriptor.materialize_pointers(place)
-        old = builder.create_masked_load(pointers, inside, None, None, None, False)
-        builder.create_masked_store(pointers, builder.create_fadd(old, value), inside, None, None)
-
-    interpreter._patch_lang = patch_lang_once
-    interpreter._patch_lang_tensor = patch_tensor_of_any_numpy
-    interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_by_descriptor
-    # Each sum of integers is made again in 64 bits, for an assertion that is skipped where options.debug is False.
-    options = interpreter.interpreter_builder.options
-    assert not options.debug
-    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    interpreter.improve()

@@ -118,11 +118,11 @@ class SentByWindow(NamedTuple):
 
     def saving(self, received: Tensor) -> AbstractContextManager[object]:
         """See `Dispatched`. In place of ``received`` (M_max, d) the node that made it is saved, which has x (T, d)."""
-        if self.keep_received or torch.compiler.is_compiling():
+        if self.keep_received or torch.compiler.is_compiling() or received.grad_fn is None:
             return nullcontext()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return nullcontext()  # checkpointing's, or others that free what is saved, which these would replace
         node: Any = received.grad_fn
-        if node is None:
-            return nullcontext()
         address, shape = received.data_ptr(), received.shape
 
         def pack(saved: Tensor) -> Any:
@@ -184,7 +184,9 @@ class Windows:
                     "max_tokens=, the most of any process, or exchange='collective', to expert_parallel"
                 )
         if self._window is None or grows:
+            rows, _ = self.needed()
             self._open(Limits(tokens, pairs, 0, score_words, row_bytes))
+            self.overflow()[0] = self._alarm[0] = rows  # not forgotten with the window that had no room for them
         assert self._window is not None, "just opened"
         return self._window
 

@@ -1,0 +1,400 @@
+"""What four processes check of windows, which are files that all map: of the protocol, of what does not fit, and of
+backwards in any order. The kernels are interpreted; results are those of `Collective`, to the bit.
+
+T tokens of a rank · d hidden_size · n intermediate_size · E experts · K experts per token · W ranks
+"""
+
+import importlib.util
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatch_checks import (
+    TOKENS,
+    D,
+    E,
+    K,
+    experts_of,
+    ids_all_on_one_rank,
+    ids_of_no_expert_of_the_last_rank,
+    ids_spread,
+    ids_with_sentinels,
+    layer_config,
+    make_weights,
+    world,
+)
+from file_window import FileTransports
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import tilemoe
+from tilemoe.dispatch import window as windows
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.choose import Transports
+from tilemoe.dispatch.window import Windows
+from tilemoe.kernels.expert_parallel import window
+from tilemoe.layers.moe import MoE
+from tilemoe.parallel.expert import divide_experts
+from tilemoe.plan import RoutingPlan
+
+CPU = torch.device("cpu")
+ALL = (True, True, True, True)  # x, scores, w1 and w2 need gradients
+WEIGHTS_ALONE = (False, False, True, True)
+LONGEST_PAUSE = 0.003
+MUTANTS = count()
+
+
+class Batch(NamedTuple):
+    """A rank's."""
+
+    x: Tensor
+    plan: RoutingPlan
+    scores: Tensor
+    do: Tensor
+
+
+def batch(seed: int, tokens: int = 3, ids_of: Callable[[int, int], Tensor] = ids_spread) -> Batch:
+    """Of this rank: values by ``seed``, experts by its number."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    x, do = torch.randn(2, tokens, D, generator=generator)
+    return Batch(x, tilemoe.plan_topk(ids_of(rank, tokens), E), torch.rand(tokens, K, generator=generator), do)
+
+
+def by_files(**options: Any) -> FileTransports:
+    return FileTransports(dist.group.WORLD, Path(os.environ["WINDOWS"]), **options)
+
+
+def windows_of(by: Transports) -> Windows:
+    found = by.of(CPU)
+    assert isinstance(found, Windows)
+    return found
+
+
+def forward(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL) -> tuple[Tensor, list[Tensor]]:
+    """(o, the leaves that need gradients)"""
+    w1, w2, *_ = make_weights(torch.float32).of(experts_of(dist.get_rank()))
+    leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((given.x, given.scores, w1, w2), needs, strict=True)]
+    dispatcher = AllToAllDispatcher(by, E)
+    here = dispatcher.dispatch(leaves[0], given.plan, leaves[1])
+    with here.saving():
+        sums = tilemoe.moe(here.x, leaves[2], leaves[3], here.plan, here.scores)
+    return dispatcher.combine(sums, here), [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def backward(made: tuple[Tensor, list[Tensor]], given: Batch, **options: Any) -> list[Tensor]:
+    o, leaves = made
+    return [o.detach(), *torch.autograd.grad(o, leaves, given.do, **options)]
+
+
+def step(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL) -> list[Tensor]:
+    """o and the gradients that are needed of dx, ds, dw1, dw2."""
+    return backward(forward(by, given, needs), given)
+
+
+def expected(given: Batch, needs: tuple[bool, ...] = ALL) -> list[Tensor]:
+    return step(Transports(dist.group.WORLD, "collective"), given, needs)
+
+
+def are_equal(found: list[Tensor], want: list[Tensor]) -> bool:
+    """On all ranks."""
+    same = all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    everywhere = torch.tensor([int(same)])
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+@contextmanager
+def pauses() -> Iterator[None]:
+    """Every change of a counter or flag, and every step of an exchange, comes a random while later."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dice = random.Random(dist.get_rank())
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def function_later(*args: Any, **options: Any) -> Any:
+            time.sleep(dice.random() * LONGEST_PAUSE)
+            return function(*args, **options)
+
+        return function_later
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_atomic_rmw", late(InterpreterBuilder.create_atomic_rmw))
+        for name in ("agree", "plan_pulled", "pull_rows", "pull_sums", "pull_scores"):
+            patch.setattr(window, name, late(getattr(window, name)))
+        yield
+
+
+def check_with_pauses() -> None:
+    """Few tokens and many, all for one rank, none of a rank or for it; many steps by one window."""
+    by, numbers = by_files(), TOKENS * 2
+    routings = (ids_spread, ids_all_on_one_rank, ids_of_no_expert_of_the_last_rank, ids_with_sentinels)
+    with pauses():
+        for turn, ids_of in enumerate(routings):
+            given = batch(turn, numbers[turn + dist.get_rank()], ids_of)
+            assert are_equal(step(by, given), expected(given)), ids_of
+
+
+def planted(patch: pytest.MonkeyPatch, kernel: str, right: str, wrong: str) -> Any:
+    """The kernel is another one, whose module this returns: in its text ``right`` is ``wrong``."""
+    text = Path(window.__file__).read_text()
+    assert text.count(right) == 1, f"{text.count(right)} times in the kernels: {right}"
+    path = Path(os.environ["WINDOWS"]) / f"mutant_{next(MUTANTS)}_{dist.get_rank()}.py"
+    path.write_text(text.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    patch.setattr(window, kernel, getattr(module, kernel))
+    return module
+
+
+def last_is_late(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    """The last rank begins this step half a second later."""
+    function = getattr(owner, name)
+
+    def late(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == world() - 1:
+            time.sleep(0.5)
+        return function(*args, **options)
+
+    patch.setattr(owner, name, late)
+
+
+ENTERED = "    wait_for(flags, needed, here, RANKS)\n"
+FAULTS: dict[str, tuple[str, str, str]] = {
+    "nothing": ("put_kernel", ENTERED, ENTERED),
+    "ready too early": ("put_kernel", ENTERED, f"{ENTERED}    tell_all(addresses, number, here, 4 * 16, RANKS)\n"),
+    "a flag not waited for": (
+        "put_kernel",
+        "        wait_for(flags + 16, number, here, RANKS)\n",
+        "        wait_for(flags + 16, number, here, RANKS - 1)\n",
+    ),
+    "a count one off": ("agree_kernel", "arrived - first_out, mask", "arrived - first_out + 1, mask"),
+}
+
+
+def check_faults_of_an_exchange_are_found() -> None:
+    """By the comparison with the collective, where the last rank is late to copy its rows."""
+    given, other = batch(1), batch(2)
+    for name, fault in FAULTS.items():
+        by = by_files()
+        assert are_equal(step(by, given), expected(given)), "before"
+        with pytest.MonkeyPatch.context() as patch:
+            module = planted(patch, *fault)
+            last_is_late(module, "copy_flat", patch)
+            assert are_equal(step(by, other), expected(other)) == (name == "nothing"), name
+
+
+def check_a_region_used_again_too_early_is_found() -> None:
+    """Two exchanges of tokens one after the other, of which the last rank pulls the first late: the gradients of o, where
+    x and the scores need none, and the next forward.
+    """
+    given, other = batch(1), batch(2)
+    for is_right in (True, False):
+        by = by_files(keep_received=True)
+        assert are_equal(step(by, given), expected(given)), "before"
+        with pytest.MonkeyPatch.context() as patch:
+            planted(patch, "put_kernel", ENTERED, ENTERED if is_right else "")
+            made = forward(by, other, WEIGHTS_ALONE)
+            with pytest.MonkeyPatch.context() as late:
+                last_is_late(window, "pull_rows", late)
+                found = backward(made, other)
+            made = forward(by, given)
+            assert are_equal(found, expected(other, WEIGHTS_ALONE)) == is_right
+            assert are_equal(backward(made, given), expected(given)) or not is_right
+
+
+def check_numbers_of_exchanges_that_wrap() -> None:
+    """2^31 exchanges later they are negative."""
+    by, given, want = by_files(), batch(1), expected(batch(1))
+    assert are_equal(step(by, given), want)
+    view = windows_of(by)._view()
+    last = int(view.state[0])
+    dist.barrier()
+    begin = 2**31 - 1 - 5
+    for at in (0, 3, 4):
+        view.state[at] += begin - last
+    flags = windows_of(by)._window._memory[dist.get_rank()][: window.HEADER_BYTES].view(torch.int32)  # type: ignore[union-attr]
+    flags[flags != 0] += begin - last
+    dist.barrier()
+    for _ in range(3):
+        assert are_equal(step(by, given), want)
+    assert int(view.state[0]) < 0
+
+
+@contextmanager
+def least_room() -> Iterator[None]:
+    """Windows have room for what they are asked for and no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "SLACK_ROWS", 0)
+        patch.setattr(windows, "_ROUNDED", 1)
+        yield
+
+
+def check_an_overflow() -> None:
+    """Of either layer of two: NaN on every rank; all know how many rows there were, are told once, and go on."""
+    tokens = 4
+    spread, to_one = batch(1, tokens), batch(2, tokens, ids_all_on_one_rank)
+    with least_room():
+        by = by_files(capacity=1.5)
+        own = windows_of(by)
+        assert are_equal(step(by, spread), expected(spread))
+        for layers in ((spread, to_one), (to_one, spread)):
+            for given in layers:
+                o, dx, ds, dw1, dw2 = step(by, given)
+                assert bool(torch.stack((o, dx)).isnan().all()) == (given is to_one)
+                assert not torch.cat([t.flatten() for t in (ds, dw1, dw2)]).isnan().any()
+            rows = K * tokens * world()
+            assert own.needed() == (rows, 0)
+            with pytest.raises(ValueError, match=rf"would have received {rows} rows, .* call grow\({rows}\)") as error:
+                own.check()
+            assert "\n" not in str(error.value)
+            own.check()
+        own.grow(rows)
+        for given in (to_one, spread):
+            assert are_equal(step(by, given), expected(given))
+        own.check()
+
+
+def check_an_overflow_is_known_after_the_window_was_replaced() -> None:
+    to_one, more = batch(2, 4, ids_all_on_one_rank), batch(1, 5)
+    with least_room():
+        by = by_files(capacity=1.5)
+        assert bool(forward(by, to_one)[0].isnan().all())
+        assert are_equal(step(by, more), expected(more))
+        assert windows_of(by).needed() == (K * 4 * world(), 0)
+        windows_of(by).grow(K * 5 * world())
+        windows_of(by).check()
+
+
+def check_one_rank_has_more_tokens_than_there_is_room_for() -> None:
+    """It says so before it sends any; the others' outputs are NaN, and they know why."""
+    with least_room():
+        by = by_files()
+        own = windows_of(by)
+        step(by, batch(1, 4))
+        is_last = dist.get_rank() == world() - 1
+        given = batch(2, 6 if is_last else 2)
+        if is_last:
+            with pytest.raises(ValueError, match="this process has 6 tokens, of 18 pairs, where .* room for 4 and 12"):
+                forward(by, given)
+            rows = torch.zeros(window.most_received(own._limits, world()), D)
+            window.put_results(own._view(), rows, None, torch.zeros(4, dtype=torch.int32))  # the others wait for it
+        else:
+            assert bool(forward(by, given)[0].isnan().all())
+        assert own.needed() == (0, 6)
+        with pytest.raises(ValueError, match="a process had 6 tokens, and those that share its experts have room for 4"):
+            own.check()
+
+
+def check_windows_that_grow() -> None:
+    """All ranks have more than ever, tokens or wider rows or scores: another window, on all; fewer are no reason."""
+    opened = []
+    with least_room(), pytest.MonkeyPatch.context() as patch:
+        real = Windows._open
+        patch.setattr(Windows, "_open", lambda self, more: (opened.append(more), real(self, more)))
+        by = by_files()
+        for turn, tokens in enumerate((2, 5, 1, 5, 9)):
+            given = batch(turn, tokens + dist.get_rank() % 2)
+            assert are_equal(step(by, given), expected(given))
+        assert len(opened) == 3
+        wide = batch(7)
+        wide = wide._replace(x=wide.x.double(), scores=wide.scores.double(), do=wide.do.double())
+        dispatcher = AllToAllDispatcher(by, E)
+        here = dispatcher.dispatch(wide.x, wide.plan, wide.scores)
+        assert dispatcher.combine(here.x, here).dtype == torch.float64
+    assert len(opened) == 4
+
+
+def check_backwards_in_any_order() -> None:
+    for keep in (False, True):
+        by, given = by_files(keep_received=keep), [batch(1), batch(2)]
+        want = [expected(each) for each in given]
+        forward(by, given[0])  # without a backward
+        for order in ((0, 1), (1, 0)):
+            made = [forward(by, each) for each in given]
+            for i in order:
+                assert are_equal(backward(made[i], given[i]), want[i]), (keep, order)
+        made_once = forward(by, given[0])
+        for retain in (True, False):
+            assert are_equal(backward(made_once, given[0], retain_graph=retain), want[0])
+        for needs in (WEIGHTS_ALONE, (True, False, False, False), (False, True, True, False)):
+            for each in given:
+                assert are_equal(step(by, each, needs), expected(each, needs)), needs
+
+
+def check_a_window_replaced_before_the_backward() -> None:
+    by, given, other = by_files(), batch(1), batch(2)
+    made = forward(by, given)
+    windows_of(by).grow(K * 3 * world())
+    between = forward(by, other)
+    assert are_equal(backward(made, given), expected(given))
+    assert are_equal(backward(between, other), expected(other))
+
+
+def check_what_a_layer_saves() -> None:
+    """Its own tokens, not those received, which cross once more in the backward; repeated forwards change no bit."""
+    x, found, puts = torch.randn(3, D, generator=torch.Generator().manual_seed(dist.get_rank())), [], []
+    put = window._put
+    for keep, repeat in ((True, False), (False, False), (False, True)):
+        torch.manual_seed(0)
+        layer = MoE(layer_config())
+        by = by_files(keep_received=keep)
+        divide_experts([layer.experts], init_device_mesh("cpu", (world(),)), by)
+        sizes: list[int] = []
+
+        def counted(*args: Any) -> None:
+            sizes[-1:] = [sizes[-1] + 1]  # noqa: B023
+            put(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(window, "_put", counted)
+            sizes.append(0)
+            leaf, saved = x.clone().requires_grad_(), []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):  # noqa: B023
+                out = checkpoint(layer, leaf, use_reentrant=False) if repeat else layer(leaf)
+            sizes.append(0)
+            (out.hidden.square().sum() + out.aux_loss).backward()
+        received = window.most_received(windows_of(by)._limits, world()), D
+        assert (received in saved) == keep
+        puts.append(sizes)
+        assert leaf.grad is not None
+        found.append([out.hidden.detach(), leaf.grad, *[p.grad.to_local() for p in layer.experts.parameters()]])
+    assert puts == [[2, 2], [2, 3], [2, 5]]
+    assert all(are_equal(found[0], each) for each in found[1:])
+
+
+def check_one_graph() -> None:
+    """Traced whole, forward and backward."""
+    by, given = by_files(), batch(1)
+    want = expected(given)
+    step(by, given)  # a window is opened outside of graphs
+    w1, w2 = (t.detach() for t in make_weights(torch.float32).of(experts_of(dist.get_rank()))[:2])
+    leaves = [t.clone().requires_grad_() for t in (given.x, given.scores, w1, w2)]
+    dispatcher = AllToAllDispatcher(by, E)
+
+    def layer(x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        here = dispatcher.dispatch(x, given.plan, scores)
+        with here.saving():
+            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
+        return dispatcher.combine(sums, here)
+
+    o = torch.compile(layer, backend="aot_eager", fullgraph=True)(*leaves)
+    assert are_equal([o.detach(), *torch.autograd.grad(o, leaves, given.do)], want)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
