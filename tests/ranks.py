@@ -35,9 +35,10 @@ def named(checks: Sequence[Check], *quick: Check) -> list[Any]:
 def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type: str = "cpu") -> dict[str, str]:
     """Run ``checks``, functions of modules, one after the other on each of ``ranks`` processes of one thread.
 
-    Where the environment turns Triton's interpreter on, it is so in the ranks. On "cuda" each has a GPU of its own, whose tensors go through NCCL; `device_of_rank` says which. Returns what went
-    wrong by the check's name, empty where nothing did. A failure ends the processes, some of which may wait for others
-    in vain; new ones run the checks after it. ``folder`` is an empty one.
+    On "cuda" each has a GPU of its own, whose tensors go through NCCL; `device_of_rank` says which. Triton's
+    interpreter is on in the ranks where the environment turns it on. Returns what went wrong by the check's name, empty
+    where nothing did. A failure ends the processes, some of which may wait for others in vain; new ones run the checks
+    after it. ``folder`` is an empty one.
 
     ValueError: there are fewer GPUs than ranks.
     """
@@ -46,6 +47,8 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
     results: dict[str, str] = {}
     left = list(checks)
     multiprocessing.set_forkserver_preload(_PRELOADED)
+    # Triton, which PyTorch imports, asks once whether it interprets.
+    method = "spawn" if os.environ.get("TRITON_INTERPRET") == "1" else "forkserver"
     while left:
         problem = ""
         attempt = folder / f"attempt_{len(results)}"
@@ -53,10 +56,12 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
         try:
             names = [(check.__module__, check.__name__) for check in left]
             arguments = (names, ranks, attempt, device_type, dict(os.environ))
-            start_processes(_worker, arguments, ranks, start_method="forkserver")
+            start_processes(_worker, arguments, ranks, start_method=method)
         except (ProcessRaisedException, ProcessExitedException) as error:
             problem = str(error)
-        passed = [check for check in left if all(_passed(attempt, check.__name__, rank).exists() for rank in range(ranks))]
+        passed = [
+            check for check in left if all(_passed(attempt, check.__name__, rank).exists() for rank in range(ranks))
+        ]
         results |= {check.__name__: "" for check in passed}
         left = left[len(passed) :]
         if left:
@@ -96,6 +101,7 @@ def _worker(
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
     for module, name in checks:  # by name: modules that import Triton are imported in the environment above
+        __import__("time").sleep(0)
         getattr(importlib.import_module(module), name)()
         _passed(folder, name, rank).touch()
 

@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tilemoe
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
-from tilemoe.dispatch import exchange
+from tilemoe.dispatch import collective
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.transport import Arrival, Collective, Way
-from tilemoe.kernels.expert_parallel import window
+from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import divide_experts
 from tilemoe.plan import RoutingPlan
@@ -115,7 +114,9 @@ def run(
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     w1, w2, b1, b2 = weights
     here = dispatcher.dispatch(x, plan, scores)
-    o = dispatcher.combine(tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2), here)
+    with here.saving():
+        sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
+    o = dispatcher.combine(sums, here)
     o.backward(do)
     assert x.grad is not None
     assert scores.grad is not None
@@ -222,7 +223,7 @@ def check_nothing_anywhere() -> None:
 
 
 def check_gradients_that_change_on_their_way() -> None:
-    """What autograd hands over is what comes, also where the gradient of x has left before (by the collective)."""
+    """By hooks of autograd, or added to by another use of x."""
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
     weights = make_weights(torch.float64).of(experts_of(rank))
     dispatcher = AllToAllDispatcher(transports(), E)
@@ -250,41 +251,6 @@ def check_gradients_that_change_on_their_way() -> None:
         used_twice = gradients(lambda grad: None, 0.5)
         assert_error("dx", used_twice[0], dx + 0.5 * copies, 1e-12)
         assert torch.equal(used_twice[1], ds)
-
-
-def check_a_change_that_autograd_does_not_count() -> None:
-    """Through ``.data``: a gradient that has left is not sent again, and what comes is what has left. By a window none
-    has left before autograd hands it over.
-    """
-    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
-    w1, w2, b1, b2 = make_weights(torch.float64).of(experts_of(rank))
-    plan = tilemoe.plan_topk(ids_spread(rank, tokens), E)
-    begin = exchange.WayBack.begin
-
-    def begin_and_end(way: exchange.WayBack, rows: Tensor) -> None:
-        begin(way, rows)
-        assert way._begun is not None
-        way._begun[2].arrival.wait()  # under way either may be taken, the old value or the new
-
-    def gradients(change: Callable[[Tensor], object]) -> tuple[Tensor, ...]:
-        x, scores = ones(tokens, D).double().requires_grad_(), ones(tokens, K).double().requires_grad_()
-        dispatcher = AllToAllDispatcher(transports(), E)
-        here = dispatcher.dispatch(x, plan, scores)
-        for given in (here.x, here.scores):
-            given.register_hook(change)
-        sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
-        return torch.autograd.grad(dispatcher.combine(sums, here).square().sum(), (x, scores, w1))
-
-    def double(gradient: Tensor) -> None:
-        gradient.data.mul_(2)
-
-    expected = gradients(lambda gradient: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.WayBack, "begin", begin_and_end)
-        found = gradients(double)
-    factors = (1, 1, 1) if IS_COLLECTIVE else (2, 2, 1)
-    for got, want, factor in zip(found, expected, factors, strict=True):
-        assert torch.equal(got, factor * want)
 
 
 def check_gradients_taken_again_and_in_part() -> None:
@@ -323,28 +289,28 @@ def check_without_gradients() -> None:
 
 @contextmanager
 def counted() -> Iterator[list[tuple[int, int]]]:
-    """(bytes, elements of a row) of every exchange in the block: what is sent to other ranks, or put into the window."""
+    """(bytes, elements of a row) of every exchange in the block: sent to other ranks, or put into the window."""
     log: list[tuple[int, int]] = []
-    all_gather_sizes, send, put = exchange.all_gather, Collective.send, window._put
+    all_gather, all_to_all, put = collective.all_gather, dist.all_to_all_single, triton_window._put
 
-    def counting(transport: Any, rows: Tensor, arriving: Tensor, way: Way) -> Arrival:
-        assert rows.shape[0] == sum(way.out)
-        assert way.out[dist.get_rank()] == 0
-        log.append((rows.nbytes, rows.shape[1:].numel()))
-        return send(transport, rows, arriving, way)
+    def counting(arrived: Tensor, rows: Tensor, into: list[int], out: list[int], **options: Any) -> Any:
+        row = rows.shape[1:].numel()
+        own = out[dist.get_rank()] * row * rows.element_size()
+        log.append((rows.nbytes - own, row))
+        return all_to_all(arrived, rows, into, out, **options)
 
     def counting_sizes(out: Tensor, sizes: Tensor, **options: Any) -> Any:
         log.append((sizes.nbytes * (world() - 1), sizes.shape[1]))
-        return all_gather_sizes(out, sizes, **options)
+        return all_gather(out, sizes, **options)
 
-    def counting_rows(view: window.Window, rows: Tensor, *rest: Any) -> None:
+    def counting_rows(view: triton_window.Window, rows: Tensor, *rest: Any) -> None:
         log.append((rows.nbytes, rows.shape[1]))
         put(view, rows, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collective, "send", counting)
-        patch.setattr(exchange, "all_gather", counting_sizes)
-        patch.setattr(window, "_put", counting_rows)
+        patch.setattr(dist, "all_to_all_single", counting)
+        patch.setattr(collective, "all_gather", counting_sizes)
+        patch.setattr(triton_window, "_put", counting_rows)
         yield log
 
 

@@ -9,6 +9,15 @@ from ranks import named, run_on_ranks
 
 pytestmark = pytest.mark.dist
 CHECKS = window_checks.CHECKS
+QUICK = (
+    window_checks.check_with_pauses,
+    window_checks.check_a_region_used_again_too_early_is_found,
+    window_checks.check_an_overflow,
+    window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,
+    window_checks.check_backwards_in_any_order,
+    window_checks.check_what_a_layer_saves,
+    window_checks.check_one_graph,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +30,6 @@ def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         return run_on_ranks(selected(CHECKS), 4, folder)
 
 
-@pytest.mark.parametrize("name", named(CHECKS, *CHECKS))
+@pytest.mark.parametrize("name", named(CHECKS, *QUICK))
 def test_four_processes(name: str, results: dict[str, str]) -> None:
     assert not results[name], results[name]

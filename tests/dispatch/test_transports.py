@@ -1,8 +1,7 @@
-"""Which transport a group gets, how many rows a way counts, and what a window in symmetric memory asks of CUDA."""
+"""Which transport a group gets, and what a window has room for. Windows at work: window_checks.py."""
 
-import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tilemoe.dispatch import symmetric
+from tilemoe.dispatch import window
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.symmetric import Pull, why_unsupported
-from tilemoe.dispatch.transport import Collective, Way
+from tilemoe.dispatch.collective import Collective
+from tilemoe.dispatch.window import Windows, symmetric_memory, why_unsupported
+from tilemoe.kernels.expert_parallel.triton_window import HEADER_BYTES, MAX_RANKS, Limits, layout_of, most_received
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -32,6 +32,7 @@ def see_gpus(patch: pytest.MonkeyPatch, count: int, *, peers: bool = True) -> No
     patch.setattr(torch.cuda, "device_count", lambda: count)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
     patch.setattr(torch.version, "hip", None)
+    patch.setattr("tilemoe.runtime.device.why_no_triton", lambda device: None)
 
 
 def test_without_gpus_the_collective(group: dist.ProcessGroup) -> None:
@@ -43,12 +44,19 @@ def test_without_gpus_the_collective(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "peers", "word"), [(0, True, "see the GPUs of all ranks"), (2, False, "read each other's memory")]
+    ("gpus", "peers", "ranks", "word"),
+    [
+        (0, True, 1, "see the GPUs of all ranks"),
+        (2, False, 1, "read each other's memory"),
+        (32, True, MAX_RANKS + 1, f"more than {MAX_RANKS} ranks"),
+    ],
 )
 def test_reasons_against_symmetric_memory(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, gpus: int, peers: bool, word: str
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, gpus: int, peers: bool, ranks: int, word: str
 ) -> None:
     see_gpus(monkeypatch, gpus, peers=peers)
+    monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [mine])
+    monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
     assert word in (why_unsupported(group, GPU) or "")
     assert isinstance(Transports(group).of(GPU), Collective)
     with pytest.raises(ValueError, match="exchange='symmetric'"):
@@ -67,149 +75,85 @@ def test_all_ranks_get_one_answer(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, others: list[Any], reason: str | None
 ) -> None:
     see_gpus(monkeypatch, 2)
-    monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(window.socket, "gethostname", lambda: "here")
     for told in (lambda mine: [mine, *others], lambda mine: [*others, mine]):
-        monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine, told=told: told(mine))
+        monkeypatch.setattr(window, "all_gather_object", lambda group, mine, told=told: told(mine))
         assert why_unsupported(group, GPU) == reason
 
 
 def test_symmetric_memory_where_it_is_possible(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, 2)
-    assert isinstance(Transports(group).of(GPU), Pull)
-    assert isinstance(Transports(group, "symmetric").of(GPU), Pull)
+    assert isinstance(Transports(group).of(GPU), Windows)
+    assert isinstance(Transports(group, "symmetric").of(GPU), Windows)
     assert isinstance(Transports(group, "collective").of(GPU), Collective)
 
 
-RANKS, HERE, BASE = 3, 1, 1 << 40
-SECOND_GPU = torch.device("cuda", 1)
-SLOT = 1 << 21
-
-
-class Cuda:
-    """Streams and events that note who waits for what, and the driver's three calls."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self.caller = self.stream("caller")
-        self.copies = self.stream("copies")
-
-    def stream(self, name: str) -> Any:
-        stream = SimpleNamespace(cuda_stream=name, name=name)
-        stream.wait_event = lambda event: self.log.append(("waits", name, event.of))
-        stream.record_event = lambda: SimpleNamespace(of=name)
-        return stream
-
-    def event(self) -> Any:
-        event = SimpleNamespace(of="nobody")
-        event.record = lambda stream: setattr(event, "of", stream.name)
-        return event
-
-    def copy(self, target: int, source: int, size: int, stream: str) -> None:
-        self.log.append(("copies", stream, target, source, size))
-
-    def write(self, stream: str, address: int, value: int) -> None:
-        self.log.append(("writes", stream, address, value))
-
-    def wait(self, stream: str, address: int, value: int) -> None:
-        self.log.append(("awaits", stream, address, value))
+def test_the_regions_of_a_window() -> None:
+    """One after the other, on boundaries of 128 bytes, each with room for the most there can be."""
+    limits, ranks = Limits(tokens=300, pairs=2400, capacity=3600, score_words=2, row_bytes=1028), 3
+    layout = layout_of(limits, ranks)
+    sizes = [
+        4 * (2 * ranks + 2), 4 * ranks * 300, 4 * 2400 * 3, 300 * 1028, 8 * 3600, most_received(limits, ranks) * 1028,
+    ]  # fmt: skip
+    assert layout.sizes >= HEADER_BYTES
+    assert not any(begin % 128 for begin in layout)
+    assert all(0 <= end - begin - size < 128 for (begin, end), size in zip(pairwise(layout), sizes, strict=True))
+    assert most_received(limits, ranks) == 900, "each token once"
+    assert most_received(limits._replace(capacity=700), ranks) == 700, "none without a pair"
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    cuda = Cuda()
-    functions = {
-        "current_stream": lambda device: {SECOND_GPU: cuda.caller}[device], "Event": cuda.event,
-        "empty_cache": lambda: None, "synchronize": lambda device: cuda.log.append(("synchronize",)),
-        "device": lambda device: nullcontext(),
-    }  # fmt: skip
-    for name, function in functions.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(symmetric, "_copying_stream", lambda device: cuda.copies)
-    monkeypatch.setattr(symmetric, "_driver", lambda: cuda)
-    monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine: [mine] * RANKS)
-    monkeypatch.setattr(symmetric.dist, "get_rank", lambda group: HERE)
-    monkeypatch.setattr(symmetric.dist, "get_world_size", lambda group: RANKS)
-    monkeypatch.setattr(symmetric.dist, "barrier", lambda group: cuda.log.append(("barrier",)))
-    monkeypatch.setattr(symmetric.symm_mem, "empty", lambda size, dtype, device: torch.full((size,), 7, dtype=dtype))
-    handle = SimpleNamespace(buffer_ptrs=[BASE * (1 + rank) for rank in range(RANKS)])
-    monkeypatch.setattr(symmetric.symm_mem, "rendezvous", lambda memory, group: handle)
-    return cuda
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the memory that windows of this process, rank 0 of three, have taken."""
+    monkeypatch.setattr(window.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(window.dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [mine, (1000, 8000, 0, 1, 2048), mine])
+    return []
 
 
-def transport() -> Pull:
-    return Pull(HERE, RANKS, lambda slot_bytes: symmetric.SymmetricWindow(None, SECOND_GPU, slot_bytes))  # type: ignore[arg-type]
+def windows(opened: list[int], **options: Any) -> Windows:
+    def allocate(group: Any, device: torch.device, size: int) -> window.Memory:
+        opened.append(size)
+        return None, [0, 0, 0]
+
+    return Windows(SimpleNamespace(group_name="three"), CPU, allocate, **options)  # type: ignore[arg-type]
 
 
-def flag(of_rank: int, from_rank: int) -> int:
-    return BASE * (1 + of_rank) + 2 * SLOT + 4 * from_rank
+def test_what_a_window_has_room_for(opened: list[int]) -> None:
+    """For the largest batch of any rank so far, and for pairs by ``capacity``, or as many as were asked for."""
+    own = windows(opened, capacity=1.25)
+    limits = own.with_room(300, 2400, 1, 512).view.limits
+    assert limits == (1280, 10112, 13568, 1, 2048), "a quarter more tokens, and of pairs what capacity says and slack"
+    assert own.with_room(1280, 10000, 1, 2048).view.limits is limits
+    wider = own.with_room(300, 2400, 2, 4096).view.limits
+    assert wider[3:] == (2, 4096)
+    own.grow(24000)
+    assert own.rows == 27008, "an eighth more"
+    own.grow(10**6)
+    every = own.with_room(1, 8, 1, 512).view
+    assert own.rows >= 3 * every.limits.pairs, "all of all ranks"
+    own.grow(10**6)
+    assert opened == sorted(opened)
+    assert len(opened) == 4
+    assert opened[-1] == every.layout.bytes
+    assert windows([], max_tokens=5000).with_room(300, 2400, 1, 512).view.limits.tokens == 5120
 
 
-def test_an_exchange(cuda: Cuda) -> None:
-    """In order: after the caller's work, laid, told, all awaited, fetched; the caller waits for the copies."""
-    way = Way(((0, 3, 1), (2, 0, 4), (5, 6, 0)), HERE, 0)
-    leaving, arriving = torch.zeros(6, 10), torch.zeros(9, 10)
-    pull = transport()
-    for turn in (1, 2, 3):
-        arrival = pull.send(leaving, arriving, way)
-        if turn == 1:  # the window was made: flags are 0 before anyone may tell
-            assert cuda.log[:3] == [("synchronize",), ("barrier",), ("synchronize",)]
-            del cuda.log[:3]
-        slot = turn % 2 * SLOT
-        assert cuda.log == [
-            ("waits", "copies", "caller"),
-            ("copies", "copies", 2 * BASE + slot, leaving.data_ptr(), 240),
-            ("writes", "copies", flag(0, HERE), turn),
-            ("writes", "copies", flag(2, HERE), turn),
-            ("awaits", "copies", flag(HERE, 0), turn),
-            ("awaits", "copies", flag(HERE, 2), turn),
-            ("copies", "copies", arriving.data_ptr() + 120, 3 * BASE + slot + 5 * 40, 240),
-            ("copies", "copies", arriving.data_ptr(), BASE + slot, 120),
-        ]
-        cuda.log.clear()
-        arrival.wait()
-        assert cuda.log == [("waits", "caller", "copies")]
-        del arrival
-        assert len(cuda.log) == 1, "it was awaited"
-        cuda.log.clear()
-
-
-def test_how_much_memory_windows_take(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's allocator does not count it: 2.5 to 3 times the most bytes that a rank sends at once, one window alone,
-    that before given back first. A slot's size is a multiple of 2 MiB.
-    """
-    taken: list[weakref.ref[torch.Tensor]] = []
-    real = symmetric._memory_of_all
-
-    def memory_of_all(*arguments: Any) -> torch.Tensor:
-        assert all(memory() is None for memory in taken)
-        memory = real(*arguments)
-        taken.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr(symmetric, "_memory_of_all", memory_of_all)
-    pull, most, before = transport(), 0, 0
-    for rows in (1, 7, 900, 901, 800, 1200, 5000, 5200, 4, 9000):
-        way = Way(((0, rows, 0), (1, 0, 0), (0, 0, 0)), HERE, 0)  # another rank sends the most
-        pull.send(torch.zeros(1, 1 << 10), torch.zeros(rows, 1 << 10), way).wait()
-        most = max(most, rows << 12)
-        size = taken[-1]().nbytes  # type: ignore[union-attr]
-        assert 2 * most <= size <= 3 * most + 2 * SLOT + 4 * RANKS
-        assert len(taken) == before or size >= 2.5 * most
-        before = len(taken)
-    assert 3 < len(taken) < 10, "it grew, but not with each batch"
-
-
-def test_no_room(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks say which of them has none, and what to do; also those that have."""
-    text = "rank 2 of those that share experts has no 4194316 bytes .*: CUDA driver error; take smaller batches, or"
-    monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine: [None, mine, "CUDA driver error"])
+    import torch.distributed._symmetric_memory as symm_mem
+
+    text = "rank 2 of those that share experts has no 4096 bytes .*: CUDA driver error; take smaller batches, or"
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(symm_mem, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [None, mine, "CUDA driver error"])
     with pytest.raises(RuntimeError, match=text):
-        symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]
+        symmetric_memory(None, GPU, 4096)  # type: ignore[arg-type]
 
     def refuse(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         raise RuntimeError("CUDA driver error\nand much more")
 
-    monkeypatch.setattr(symmetric.symm_mem, "empty", refuse)
-    monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine: [None, None, mine])
+    monkeypatch.setattr(symm_mem, "empty", refuse)
+    monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [None, None, mine])
     with pytest.raises(RuntimeError, match=text):
-        symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]
+        symmetric_memory(None, GPU, 4096)  # type: ignore[arg-type]

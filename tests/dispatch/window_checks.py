@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -41,7 +42,7 @@ from tilemoe.dispatch import window as windows
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.window import Windows
-from tilemoe.kernels.expert_parallel import window
+from tilemoe.kernels.expert_parallel import triton_window as window
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import divide_experts
 from tilemoe.plan import RoutingPlan
@@ -171,15 +172,13 @@ def last_is_late(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(owner, name, late)
 
 
-ENTERED = "    wait_for(flags, needed, here, RANKS)\n"
+ENTERED = "    wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)\n"
+COPIES = "    copy_flat(rows, region_of(addresses, here, rows_offset, rows)"
+READY = "    tell_all(addresses, tl.load(state + LAST) + 1, here, 4 * FLAGS, RANKS)\n"
 FAULTS: dict[str, tuple[str, str, str]] = {
-    "nothing": ("put_kernel", ENTERED, ENTERED),
-    "ready too early": ("put_kernel", ENTERED, f"{ENTERED}    tell_all(addresses, number, here, 4 * 16, RANKS)\n"),
-    "a flag not waited for": (
-        "put_kernel",
-        "        wait_for(flags + 16, number, here, RANKS)\n",
-        "        wait_for(flags + 16, number, here, RANKS - 1)\n",
-    ),
+    "nothing": ("put_kernel", COPIES, COPIES),
+    "ready too early": ("put_kernel", COPIES, f"{READY}{COPIES}"),
+    "a flag not waited for": ("put_kernel", "+ FLAGS, number, here, RANKS)", "+ FLAGS, number, here, RANKS - 1)"),
     "a count one off": ("agree_kernel", "arrived - first_out, mask", "arrived - first_out + 1, mask"),
 }
 
@@ -197,15 +196,13 @@ def check_faults_of_an_exchange_are_found() -> None:
 
 
 def check_a_region_used_again_too_early_is_found() -> None:
-    """Two exchanges of tokens one after the other, of which the last rank pulls the first late: the gradients of o, where
-    x and the scores need none, and the next forward.
-    """
+    """Where x and the scores need no gradient, tokens follow that of o; the last rank pulls those late."""
     given, other = batch(1), batch(2)
     for is_right in (True, False):
         by = by_files(keep_received=True)
         assert are_equal(step(by, given), expected(given)), "before"
         with pytest.MonkeyPatch.context() as patch:
-            planted(patch, "put_kernel", ENTERED, ENTERED if is_right else "")
+            planted(patch, "enter_kernel", ENTERED, ENTERED if is_right else "")
             made = forward(by, other, WEIGHTS_ALONE)
             with pytest.MonkeyPatch.context() as late:
                 last_is_late(window, "pull_rows", late)
@@ -220,17 +217,17 @@ def check_numbers_of_exchanges_that_wrap() -> None:
     by, given, want = by_files(), batch(1), expected(batch(1))
     assert are_equal(step(by, given), want)
     view = windows_of(by)._view()
-    last = int(view.state[0])
+    last = int(view.state[window.LAST.value])
     dist.barrier()
     begin = 2**31 - 1 - 5
-    for at in (0, 3, 4):
-        view.state[at] += begin - last
+    for at in (window.LAST, window.TOKENS, window.RESULTS):
+        view.state[at.value] += begin - last
     flags = windows_of(by)._window._memory[dist.get_rank()][: window.HEADER_BYTES].view(torch.int32)  # type: ignore[union-attr]
     flags[flags != 0] += begin - last
     dist.barrier()
     for _ in range(3):
         assert are_equal(step(by, given), want)
-    assert int(view.state[0]) < 0
+    assert int(view.state[window.LAST.value]) < 0
 
 
 @contextmanager
@@ -249,6 +246,7 @@ def check_an_overflow() -> None:
     with least_room():
         by = by_files(capacity=1.5)
         own = windows_of(by)
+        own.is_watched = True  # by one who asks after each step
         assert are_equal(step(by, spread), expected(spread))
         for layers in ((spread, to_one), (to_one, spread)):
             for given in layers:
@@ -257,10 +255,14 @@ def check_an_overflow() -> None:
                 assert not torch.cat([t.flatten() for t in (ds, dw1, dw2)]).isnan().any()
             rows = K * tokens * world()
             assert own.needed() == (rows, 0)
-            with pytest.raises(ValueError, match=rf"would have received {rows} rows, .* call grow\({rows}\)") as error:
+            with pytest.raises(ValueError, match=rf"would have received {rows} rows, .* are NaN; ") as error:
                 own.check()
             assert "\n" not in str(error.value)
             own.check()
+        own.is_watched = False
+        forward(by, to_one)
+        with pytest.raises(ValueError, match="outputs of that step are NaN"):  # told at the next call, to all ranks
+            forward(by, spread)
         own.grow(rows)
         for given in (to_one, spread):
             assert are_equal(step(by, given), expected(given))
@@ -268,14 +270,15 @@ def check_an_overflow() -> None:
 
 
 def check_an_overflow_is_known_after_the_window_was_replaced() -> None:
-    to_one, more = batch(2, 4, ids_all_on_one_rank), batch(1, 5)
+    to_one, more = batch(2, 4, ids_all_on_one_rank), batch(1, 7)
     with least_room():
         by = by_files(capacity=1.5)
+        windows_of(by).is_watched = True
         assert bool(forward(by, to_one)[0].isnan().all())
         assert are_equal(step(by, more), expected(more))
         assert windows_of(by).needed() == (K * 4 * world(), 0)
-        windows_of(by).grow(K * 5 * world())
-        windows_of(by).check()
+        with pytest.raises(ValueError, match="would have received 48 rows"):
+            windows_of(by).check()
 
 
 def check_one_rank_has_more_tokens_than_there_is_room_for() -> None:
@@ -287,14 +290,16 @@ def check_one_rank_has_more_tokens_than_there_is_room_for() -> None:
         is_last = dist.get_rank() == world() - 1
         given = batch(2, 6 if is_last else 2)
         if is_last:
-            with pytest.raises(ValueError, match="this process has 6 tokens, of 18 pairs, where .* room for 4 and 12"):
+            with pytest.raises(ValueError, match=r"this process has 6 tokens, of 18 pairs, where .* for 5 and 15"):
                 forward(by, given)
             rows = torch.zeros(window.most_received(own._limits, world()), D)
             window.put_results(own._view(), rows, None, torch.zeros(4, dtype=torch.int32))  # the others wait for it
         else:
             assert bool(forward(by, given)[0].isnan().all())
         assert own.needed() == (0, 6)
-        with pytest.raises(ValueError, match="a process had 6 tokens, and those that share its experts have room for 4"):
+        with pytest.raises(
+            ValueError, match="a process had 6 tokens, and those that share its experts have room for 5"
+        ):
             own.check()
 
 
@@ -318,20 +323,23 @@ def check_windows_that_grow() -> None:
 
 
 def check_backwards_in_any_order() -> None:
-    for keep in (False, True):
-        by, given = by_files(keep_received=keep), [batch(1), batch(2)]
-        want = [expected(each) for each in given]
-        forward(by, given[0])  # without a backward
-        for order in ((0, 1), (1, 0)):
-            made = [forward(by, each) for each in given]
-            for i in order:
-                assert are_equal(backward(made[i], given[i]), want[i]), (keep, order)
-        made_once = forward(by, given[0])
-        for retain in (True, False):
-            assert are_equal(backward(made_once, given[0], retain_graph=retain), want[0])
-        for needs in (WEIGHTS_ALONE, (True, False, False, False), (False, True, True, False)):
-            for each in given:
-                assert are_equal(step(by, each, needs), expected(each, needs)), needs
+    by, given = by_files(), [batch(1), batch(2)]
+    want = [expected(each) for each in given]
+    forward(by, given[0])  # without a backward
+    for order in ((0, 1), (1, 0)):
+        made = [forward(by, each) for each in given]
+        for i in order:
+            assert are_equal(backward(made[i], given[i]), want[i]), order
+    once = forward(by, given[0])
+    for retain in (True, False):
+        assert are_equal(backward(once, given[0], retain_graph=retain), want[0])
+
+
+def check_gradients_of_some() -> None:
+    """Exchanges of a region follow one another, where x and the scores need none."""
+    by, given = by_files(keep_received=True), batch(1)
+    for needs in (WEIGHTS_ALONE, WEIGHTS_ALONE, (True, False, False, False), (False, True, True, False)):
+        assert are_equal(step(by, given, needs), expected(given, needs)), needs
 
 
 def check_a_window_replaced_before_the_backward() -> None:
@@ -345,34 +353,43 @@ def check_a_window_replaced_before_the_backward() -> None:
 
 def check_what_a_layer_saves() -> None:
     """Its own tokens, not those received, which cross once more in the backward; repeated forwards change no bit."""
-    x, found, puts = torch.randn(3, D, generator=torch.Generator().manual_seed(dist.get_rank())), [], []
-    put = window._put
-    for keep, repeat in ((True, False), (False, False), (False, True)):
+    x, found = torch.randn(3, D, generator=torch.Generator().manual_seed(dist.get_rank())), []
+    for keep, repeat, exchanges in ((True, False, [2, 2]), (False, False, [2, 3]), (False, True, [2, 4])):
         torch.manual_seed(0)
         layer = MoE(layer_config())
-        by = by_files(keep_received=keep)
-        divide_experts([layer.experts], init_device_mesh("cpu", (world(),)), by)
-        sizes: list[int] = []
-
-        def counted(*args: Any) -> None:
-            sizes[-1:] = [sizes[-1] + 1]  # noqa: B023
-            put(*args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(window, "_put", counted)
-            sizes.append(0)
-            leaf, saved = x.clone().requires_grad_(), []
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):  # noqa: B023
-                out = checkpoint(layer, leaf, use_reentrant=False) if repeat else layer(leaf)
-            sizes.append(0)
+        divide_experts([layer.experts], init_device_mesh("cpu", (world(),)), by_files(keep_received=keep))
+        leaf = x.clone().requires_grad_()
+        with watched() as (puts, received):
+            out = checkpoint(layer, leaf, use_reentrant=False) if repeat else layer(leaf)
+            assert (received[0]() is not None) == keep
+            forward_puts = len(puts)
             (out.hidden.square().sum() + out.aux_loss).backward()
-        received = window.most_received(windows_of(by)._limits, world()), D
-        assert (received in saved) == keep
-        puts.append(sizes)
+        assert [forward_puts, len(puts) - forward_puts] == exchanges
         assert leaf.grad is not None
         found.append([out.hidden.detach(), leaf.grad, *[p.grad.to_local() for p in layer.experts.parameters()]])
-    assert puts == [[2, 2], [2, 3], [2, 5]]
     assert all(are_equal(found[0], each) for each in found[1:])
+
+
+@contextmanager
+def watched() -> Iterator[tuple[list[None], list[Any]]]:
+    """(one for each exchange, references to what was received, which die with its memory)"""
+    puts: list[None] = []
+    received: list[Any] = []
+    put, pull = window._put, window.pull_rows
+
+    def put_and_count(*args: Any) -> None:
+        puts.append(None)
+        put(*args)
+
+    def pull_and_watch(*args: Any) -> Tensor:
+        array = pull(*args).numpy().copy()
+        received.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "_put", put_and_count)
+        patch.setattr(window, "pull_rows", pull_and_watch)
+        yield puts, received
 
 
 def check_one_graph() -> None:

@@ -6,7 +6,6 @@ Jobs are copies of this process under torchrun's agent, to one of which somethin
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import file_window
+import interpreter
 import pytest
 import torch
 from file_window import NAMES, FileTransports
@@ -24,15 +23,15 @@ from processes import Ended, place_of, run
 from writes import little
 
 from tilemoe.config import ParallelConfig, to_dict
-from tilemoe.dispatch import exchange
+from tilemoe.dispatch import collective
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.transport import Transport
+from tilemoe.dispatch.window import Windows
 from tilemoe.ops import experts
 from tilemoe.routing import topk
 from tilemoe.train.job.watch import GO_ON
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("interpreter")]
 LAYERS, TIMEOUT_S = 3, 4
 LIMIT = f"no process has moved within train.timeout ({TIMEOUT_S} s)"
 SECONDS = 30  # in which all have ended whom nothing keeps; train.timeout is longer there
@@ -129,7 +128,7 @@ def test_who_waits_where(
     assert (ended.code, ended.left) == (1, [])
 
 
-MOMENTS = {"out of memory-tokens under way": ("plan_received",), "out of memory-sizes under way": ("place_sent",)}
+MOMENTS = {"out of memory-tokens there": ("plan_of",), "out of memory-sizes under way": ("all_gather",)}
 
 
 @pytest.mark.parametrize("name", some(MOMENTS))
@@ -139,11 +138,11 @@ def test_one_process_out_of_memory_in_dispatch(
     """The others, which wait for its tokens, are told; nobody waits for the limit."""
     full = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
         (tmp_path / "reached").touch()
         raise torch.OutOfMemoryError(full)
 
-    happens(exchange, name, fails)
+    happens(collective, name, fails)
     ended = go(timeout=80)
     assert sorted(ended.lines) == [
         f"tilemoe: error: rank 0 of 2: rank 1 failed: {full}; {GO_ON}",
@@ -183,11 +182,11 @@ def test_a_process_that_fails_says_why_though_torchrun_ends_it(
 def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tokens cross by windows, which wait for the other ranks' flags without a limit of their own: those of files."""
 
-    def make(transports: Transports, device: torch.device) -> Transport:
+    def make(transports: Transports, device: torch.device) -> Windows:
         return FileTransports(transports.group, tmp_path, NAMES)._make(device)
 
     monkeypatch.setattr(Transports, "_make", make)
-    monkeypatch.setattr(file_window, "_PATIENCE", math.inf)
+    interpreter.improve()
 
 
 @pytest.mark.usefixtures("windows")
@@ -203,7 +202,7 @@ def test_who_waits_for_a_flag_that_nobody_sets(
 
     happens(AllToAllDispatcher, "combine", comes_not)
     ended = go(timeout=80 if ends else TIMEOUT_S)
-    places = "rank 0 is in blocks.1.mlp.experts, in wait_for_all; rank 1 is in blocks.1.mlp.experts"
+    places = "rank 0 is in blocks.1.mlp.experts; rank 1 is in blocks.1.mlp.experts"
     gone = "rank 1 is gone: it was killed or it crashed, torchrun's report says how"
     expected = told(gone)[:1] if ends else told(f"ranks 0, 1 hang in step 2: {LIMIT}; {places}")
     assert sorted(ended.lines) == expected, ended.err

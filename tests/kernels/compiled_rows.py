@@ -17,6 +17,7 @@ from triton_compile import KB, NVIDIA, recorded_launches
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.expert_parallel import triton as exchange
+from tilemoe.kernels.expert_parallel import triton_window as window
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.fp8 import words_of_row
 from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4
@@ -151,30 +152,61 @@ ROUNDING = (
 )
 
 
-def sent(
-    ranks: int, dtype: torch.dtype, width: int = 1536, here: int = 1, tokens: int = 48, packed: bool = False
-) -> Callable[[], None]:
+def sent(ranks: int, dtype: torch.dtype, tokens: int = 48) -> Callable[[], None]:
     """What prepares the exchange of 128 experts' tokens, of top-K and of pairs."""
     ids = torch.arange(tokens * 8).view(tokens, 8) % 128
     plans = [plan_topk(ids, 128), plan_pairs(torch.arange(tokens).repeat_interleave(8), ids.flatten(), tokens, 128)]
 
     def run() -> None:
-        for plan in plans[: 1 if packed else 2]:
+        for plan in plans:
             arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-            routed = Routed(*arrays, plan.num_tokens, ranks, here)
-            scores = torch.zeros(plan.num_pairs, dtype=FP64 if dtype == FP64 else FP32)
-            sizes, before = exchange.count_sent(routed)
-            words = exchange.place_sent(zeros(tokens, width, dtype=dtype), scores, sizes, before, routed)[3]
-            exchange.plan_received(words, sizes, here, 128 // ranks, plan.num_tokens)
+            routed = Routed(*arrays, plan.num_tokens, ranks)
+            scores, sizes = torch.zeros(plan.num_pairs, dtype=dtype), zeros(ranks, 2, dtype=torch.int32)
+            copies, words = sizes.new_empty(ranks * tokens), sizes.new_empty(plan.num_pairs, 1 + dtype.itemsize // 4)
+            exchange.place_sent(scores, sizes, exchange.count_sent(routed, sizes), copies, words, routed)
+            exchange.plan_received(words, sizes, 128 // ranks, plan.num_tokens)
 
     return run
 
 
+def kernels_of(module: Any) -> frozenset[str]:
+    is_kernel = {name: isinstance(value, JITFunction) for name, value in vars(module).items() if "_kernel" in name}
+    return frozenset(name for name, yes in is_kernel.items() if yes)
+
+
 def exchanged(ranks: int, dtype: torch.dtype) -> Row:
     """Some words of the kernel that places pairs are on the stack."""
-    own = {name for name, value in vars(exchange).items() if isinstance(value, JITFunction) and "_kernel" in name}
-    copies = ((r"ld\.global\.(v4\.b32|v2\.b64)", 1, "copy_tokens_kernel"),)
-    return Row(recorded(sent(ranks, dtype)), copies, stack=64, shared=48 * KB, amd=ranks == 2, kernels=frozenset(own))
+    return Row(recorded(sent(ranks, dtype)), stack=64, shared=48 * KB, amd=ranks == 2, kernels=kernels_of(exchange))
+
+
+def through_a_window(
+    ranks: int, dtype: torch.dtype, width: int = 1536, tokens: int = 48, here: int = 1
+) -> Callable[[], None]:
+    """Both exchanges of a layer of 128 experts, by a window for 256 tokens. Rows that are packed are int32."""
+    words = 2 if dtype == FP64 else 1
+    limits = window.Limits(256, 8 * 256, 12 * 256, words, width * dtype.itemsize)
+    state, layout = zeros(window.STATE, dtype=torch.int32), window.layout_of(limits, ranks)
+    view = window.Window(zeros(ranks, dtype=torch.int64), state, state.new_empty(2), here, limits, layout)
+    scores = torch.zeros(limits.capacity, dtype=FP64 if dtype == FP64 else FP32)
+
+    def run() -> None:
+        x = zeros(tokens, width, dtype=dtype)
+        window.put_tokens(view, x, state.new_empty((layout.tokens - layout.sizes) // 4))
+        agreed, counts, came = window.agree(view)
+        places = window.plan_pulled(view, agreed, counts, came, 128 // ranks)[-1]
+        received = window.pull_rows(view, x, agreed, counts, places)
+        if dtype != torch.int32:
+            window.put_results(view, received, scores, counts)
+            window.pull_sums(view, received, agreed, counts, state.new_empty(ranks * tokens))
+            window.pull_scores(view, scores, agreed, state.new_empty(8 * tokens))
+
+    return run
+
+
+def windows(ranks: int, dtype: torch.dtype) -> Row:
+    """Rows move by 16 bytes."""
+    moving = tuple((f"{kind}.global.v", 1, "pull_rows_kernel") for kind in ("ld", "st"))
+    return Row(recorded(through_a_window(ranks, dtype)), moving, stack=64, shared=48 * KB, kernels=kernels_of(window))
 
 
 def whole_rows(width: int) -> Row:
@@ -356,12 +388,9 @@ ROWS: dict[str, Row] = {
     ),
     "rounding, balance": Row(rounded(60, 4, "balance", "late softmax"), stack=NO_SPILL, shared=48 * KB),
     "rounding, most": Row(rounded(rounding.MAX_EXPERTS, 32, "up", "sigmoid"), stack=NO_SPILL, shared=48 * KB),
-    **rows_of("exchange", exchanged, (2, BF16), (8, FP64), (64, BF16)),
-    "exchange of packed rows": Row(
-        of_kernels(recorded(sent(4, torch.int32, words_of_row(2048), packed=True)), "copy_tokens_kernel"),
-        (),
-        NARROW_LOADS,
-    ),
+    **rows_of("exchange", exchanged, (2, FP32), (8, FP64), (64, FP32)),
+    **rows_of("window", windows, (2, BF16), (8, FP64)),
+    "window of packed rows": Row(recorded(through_a_window(4, torch.int32, words_of_row(2048))), (), NARROW_LOADS),
     "operands in fp8": Row(
         of_kernels(recorded(quantize_all), *QUANTIZING, *TRANSPOSING),
         ((LOADS, 1, ""), *((STORES, 1, name) for name in (*QUANTIZING, *TRANSPOSING[:2]))),

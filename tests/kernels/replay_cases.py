@@ -19,10 +19,12 @@ from triton.runtime.jit import JITFunction
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.expert_parallel import triton as triton_exchange  # noqa: F401
+from tilemoe.kernels.expert_parallel import triton_window  # noqa: F401
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.plan import triton as triton_plan  # noqa: F401
 from tilemoe.kernels.plan import triton_small as plan_small  # noqa: F401
 from tilemoe.ops import experts as library
+from tilemoe.ops import window
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime import launch
@@ -129,11 +131,15 @@ CASES = {
 def tensors_of(values: Any) -> list[Tensor]:
     given = values if isinstance(values, tuple) else (values,)
     arrays = [array for value in given if isinstance(value, RoutingPlan) for array in value.arrays]
-    return [value for value in (*given, *arrays) if isinstance(value, Tensor)]
+    views = [value.view for value in given if isinstance(value, window.OpenWindow)]
+    given = (*given, *arrays, *(tensor for view in views for tensor in (view.addresses, view.state, view.alarm)))
+    return [value for value in given if isinstance(value, Tensor)]
 
 
 def repeating(run: Callable[..., Any], like: Callable[..., Any] | None = None) -> Operator:
     """What repeats the launches of ``run``, whose arguments are those of ``like``."""
+    if (like or run).__module__ == window.__name__:
+        return Operator("repeating", run, arguments=window._ARGUMENTS, compiles_first=False)
     takes_plan = "backend" in signature(like or run).parameters
     return Operator("repeating", run, arguments=library.ROUTED if takes_plan else Arguments())
 

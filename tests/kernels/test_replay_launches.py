@@ -32,13 +32,13 @@ from triton.backends.nvidia.driver import CudaLauncher
 
 from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder, RowPacking
 from tilemoe.kernels.expert_parallel import triton as by_triton
+from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton import quantize as packed
 from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.plan.triton import count_sort
-from tilemoe.ops import expert_parallel as exchange
 from tilemoe.ops import experts as library
-from tilemoe.ops import inference, lora, rounding, router
+from tilemoe.ops import inference, lora, rounding, router, window
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime import c_launcher as launcher
 from tilemoe.runtime import launch_trace as replay
@@ -185,20 +185,29 @@ def indices(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def routed_args(pairs: bool) -> Args:
+def a_window() -> window.OpenWindow:
+    limits = triton_window.Limits(TOKENS, 2 * TOKENS, 3 * TOKENS, 1, 2 * D)
+    layout = triton_window.layout_of(limits, RANKS)
+    state, alarm = indices(triton_window.STATE), indices(2)
+    view = triton_window.Window(indices(RANKS).long(), state, alarm, 1, limits, layout)
+    return window.OpenWindow("one of a test", view, None)
+
+
+def to_experts_args(pairs: bool, columns_apart: bool, precision: str) -> Args:
     plan = Case(tokens=TOKENS, pairs=pairs).plan()
     arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-    return (*arrays, TOKENS, RANKS, 1)
+    x = torch.zeros(TOKENS, D, dtype=BF16)
+    x = x.t().contiguous().t() if columns_apart else x
+    return (x, torch.zeros(2 * TOKENS), *arrays, precision, a_window())
 
 
-def rows_apart(columns_apart: bool) -> Tensor:
-    rows = torch.zeros(TOKENS, D, dtype=BF16)
-    return rows.t().contiguous().t() if columns_apart else rows
+def places() -> Args:
+    shapes = (triton_window.AGREED * RANKS, 4, RANKS * TOKENS, RANKS * TOKENS, 2 * TOKENS)
+    return tuple(indices(shape) for shape in shapes)
 
 
-def place_args(pairs: bool, columns_apart: bool) -> Args:
-    routing = (torch.zeros(2 * TOKENS), indices(2, RANKS, 2), indices(2 * RANKS), *routed_args(pairs))
-    return (rows_apart(columns_apart), *routing)
+def rows_of(tokens: int) -> Tensor:
+    return torch.zeros(tokens, D, dtype=BF16)
 
 
 # An operator, its launches in one call (None: however many), and what makes its operands.
@@ -223,19 +232,24 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
     "plan, int64": (count_sort, None, lambda: (indices(300, 2).long(), 8)),
     "small plan": (plan_small.count_sort_small, None, lambda: (indices(300, 2), 8)),
     "small plan, int64": (plan_small.count_sort_small, None, lambda: (indices(300, 3).long()[:, :2], 8)),
-    "what is sent, counted": (exchange._count_sent, 2, partial(routed_args, False)),
-    "what is sent, counted, pairs": (exchange._count_sent, 2, partial(routed_args, True)),
-    "what is sent": (exchange._place_sent, 2, partial(place_args, False, True)),
-    "what is sent, pairs": (exchange._place_sent, 2, partial(place_args, True, False)),
-    "what has come": (exchange._plan_received, 4, lambda: (indices(90, 2), indices(2, RANKS, 2), 1, 64, 50)),
-    "what has come, fp64": (exchange._plan_received, 4, lambda: (indices(90, 3), indices(2, RANKS, 2), 1, 64, 50)),
-    "packing": (exchange._pack_rows, 1, lambda: (rows_apart(False),)),
-    "packing, columns apart": (exchange._pack_rows, 1, lambda: (rows_apart(True),)),
-    "unpacking": (exchange._unpack_rows, 1, lambda: (indices(TOKENS, 33), BF16)),
-    "what comes back": (
-        exchange._sum_copies,
-        1,
-        lambda: (torch.zeros(60, D, dtype=BF16), indices(60), indices(TOKENS * RANKS), indices(RANKS + 1)),
+    "to the experts": (window._to_experts, 11, partial(to_experts_args, False, False, "bf16")),
+    "to the experts, pairs": (window._to_experts, 11, partial(to_experts_args, True, True, "bf16")),
+    "to the experts, packed": (window._to_experts, 13, partial(to_experts_args, False, False, "fp8")),
+    "to the experts again": (window._to_experts_again, 3, lambda: (rows_of(TOKENS), *places(), "bf16", a_window())),
+    "to the experts again, packed": (
+        window._to_experts_again,
+        5,
+        lambda: (rows_of(TOKENS), *places(), "fp8", a_window()),
+    ),
+    "from the experts": (
+        window._from_experts,
+        3,
+        lambda: (rows_of(RANKS * TOKENS), *places(), "bf16", a_window()),
+    ),
+    "gradients home": (
+        window._gradients_home,
+        4,
+        lambda: (rows_of(RANKS * TOKENS), torch.zeros(3 * TOKENS), *places(), a_window()),
     ),
 }
 
@@ -244,10 +258,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (by_triton.count_sent, by_triton.place_sent, by_triton.plan_received)
     kernels = Choice("triton", ExpertParallelKernels(*steps), "")
-    monkeypatch.setattr(exchange, "choose_expert_parallel", lambda *args: kernels)
-    monkeypatch.setattr(exchange, "choose_experts", lambda *args: Choice("hopper", backend_named("hopper"), ""))
+    monkeypatch.setattr(window, "choose_expert_parallel", lambda *args: kernels)
     packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
-    monkeypatch.setattr(exchange, "choose_packing", lambda *args: packing)
+    monkeypatch.setattr(window, "choose_packing", lambda *args: packing)
     monkeypatch.setattr(router, "why_not_triton", lambda *args: None)
 
 
