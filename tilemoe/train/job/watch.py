@@ -31,7 +31,7 @@ _LONGEST = 1 << 14  # bytes of a message
 _MOST_PLACES = 4  # that are told of a job that stands still
 # Of functions that wait for other processes, PyTorch's, FSDP's and ours, the names have one of these.
 _WAITS: tuple[str, ...] = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "barrier")
-_WAITS += ("wait_tensor", "wait_for_unshard", "wait_for_all", "values_of_processes")
+_WAITS += ("wait_tensor", "wait_for_unshard", "values_of_processes")
 
 
 class Progress:
