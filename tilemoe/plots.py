@@ -140,10 +140,10 @@ def run_figure(records: Sequence[Row], title: str) -> Figure:
     if load:
         _draw_load(figure, axes["load"], load)
     if shared:
-        _draw_layers(axes["ranks"], shared, "rank_load", "how even the processes' rows are", "most rows / mean")
+        _draw_layers(axes["ranks"], shared, "rank_load", "load of the processes", "rows of the busiest / mean")
     if undecided:  # near 1 a router is undecided, near 0 each token has one expert
-        title = "how undecided the routers are"
-        _draw_layers(axes["entropy"], undecided, "router_entropy", title, "router entropy / log(experts)")
+        ylabel = "router entropy / log(experts)"
+        _draw_layers(axes["entropy"], undecided, "router_entropy", "how undecided the routers are", ylabel)
     figure.suptitle(title)
     return figure
 

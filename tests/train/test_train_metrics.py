@@ -177,6 +177,7 @@ def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
             assert not any(left.overlaps(right) for left, right in pairwise(boxes))
         top = max((max(line.get_ydata()) for line in axes.get_lines()), default=0.0)
         assert axes.images or top < axes.get_ylim()[1]
+    assert figure.get_suptitle() == "title"
 
 
 class Terminal(io.StringIO):
