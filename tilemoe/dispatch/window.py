@@ -229,6 +229,8 @@ class Windows:
         """Open a window in which a rank can receive ``rows`` pairs and an eighth more, unless it can receive all that
         there are. All ranks must call it. RuntimeError: they have no memory for it.
         """
+        self.overflow().zero_()
+        self._alarm[:] = 0
         if self.rows < self._limits.pairs * self.ranks:
             self._open(self._limits._replace(capacity=rows + rows // 8))
 
@@ -236,10 +238,10 @@ class Windows:
         """A window for the largest of these limits, of those so far, and of the other ranks'."""
         asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
         limits = Limits(*(max(each) for each in zip(*asked, strict=True)))
-        most = limits.tokens + limits.tokens // 4  # the next batches may have more
-        pairs_per_token = -(-limits.pairs // max(1, limits.tokens))
-        limits = limits._replace(tokens=max(most, self._max_tokens))
-        limits = limits._replace(pairs=max(limits.pairs, limits.tokens * pairs_per_token))
+        if limits.tokens > self._limits.tokens:  # and the next batches may have still more
+            pairs_per_token = -(-limits.pairs // limits.tokens)
+            limits = limits._replace(tokens=max(limits.tokens + limits.tokens // 4, self._max_tokens))
+            limits = limits._replace(pairs=max(limits.pairs, limits.tokens * pairs_per_token))
         usual = int(limits.pairs * self._capacity) + SLACK_ROWS
         capacity = min(max(limits.capacity, usual), limits.pairs * self.ranks)
         tokens, pairs, capacity = (_rounded(each) for each in (limits.tokens, limits.pairs, capacity))
