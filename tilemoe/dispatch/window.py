@@ -234,6 +234,7 @@ class Windows:
         if self.rows < self._limits.pairs * self.ranks:
             self._open(self._limits._replace(capacity=rows + rows // 8))
 
+    @torch.compiler.disable  # all ranks meet there
     def _open(self, more: Limits) -> None:
         """A window for the largest of these limits, of those so far, and of the other ranks'."""
         asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
@@ -257,6 +258,7 @@ class Windows:
         self._limits = limits
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
 
+    @torch.compiler.disable
     def _do_all_grow(self, tokens: int, pairs: int) -> bool:
         """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's
         own.
