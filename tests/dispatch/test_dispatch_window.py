@@ -11,10 +11,8 @@ pytestmark = pytest.mark.dist
 CHECKS = window_checks.CHECKS
 QUICK = (
     window_checks.check_with_pauses,
-    window_checks.check_a_region_used_again_too_early_is_found,
     window_checks.check_an_overflow,
     window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,
-    window_checks.check_backwards_in_any_order,
     window_checks.check_what_a_layer_saves,
     window_checks.check_one_graph,
 )

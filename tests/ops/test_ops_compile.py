@@ -26,6 +26,7 @@ from tilemoe.ops import lora as lora_ops
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.ops import router as router_ops
+from tilemoe.ops import window as window_ops
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
@@ -81,7 +82,7 @@ OPS = {"moe": library.moe.registered, **{op.name: op.registered for op in librar
 
 def test_samples_cover_every_registered_operator() -> None:
     registered = {name for name in dir(torch.ops.tilemoe) if name in torch.ops.tilemoe}
-    modules = (plan_ops, router_ops, rounding_ops, lora_ops)  # which have tests of their own
+    modules = (plan_ops, router_ops, rounding_ops, lora_ops, window_ops)  # which have tests of their own
     elsewhere = {op.name for module in modules for op in vars(module).values() if isinstance(op, Operator)}
     assert set(OPS) | elsewhere == registered
     assert set(OPS) == set(sample_arguments(PLANS["random"], 8, 8, torch.float32, True))
