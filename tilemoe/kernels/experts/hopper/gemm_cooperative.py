@@ -116,13 +116,14 @@ def gemm_cooperative_kernel(
         row_scale = (rows_scale, scale_smem)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    row_tiles = gl.load(num_tiles)  # here: a pointer more would be spilled in a partition
     gl.warp_specialize(
         [
             (rows_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
                              width_in, width_out, ring, scale_smem, tile_info, staging, 0, SCALES)),
             (rows_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
                              width_in, width_out, ring, scale_smem, tile_info, staging, 1, SCALES)),
-            (gather_producer, (rows, row_scale, None, None, weight, tiles, num_tiles, tile_counter,
+            (gather_producer, (rows, row_scale, None, None, weight, tiles, row_tiles, tile_counter,
                                width_in, width_out, ring, tile_info, scheduler_smem, None, BN, True, 0, True,
                                "none")),
         ],

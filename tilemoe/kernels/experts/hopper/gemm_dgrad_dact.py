@@ -279,6 +279,7 @@ def gemm_dgrad_dact_kernel(
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    row_tiles = gl.load(num_tiles)  # here: a pointer more would be spilled in a partition
     gl.warp_specialize(
         [
             (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, d, n,
@@ -287,7 +288,7 @@ def gemm_dgrad_dact_kernel(
             (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, d, n,
                              limit, alpha, ring, column_smem, tile_info, pairs, 1, BN, B_K_MAJOR, GATE_UP, ACTIVATION,
                              ROLLED, SCALES)),
-            (gather_producer, (do, None, stride_do, token_of_row, weight, tiles, num_tiles, tile_counter, d, n, ring,
+            (gather_producer, (do, None, stride_do, token_of_row, weight, tiles, row_tiles, tile_counter, d, n, ring,
                                tile_info, scheduler_smem, (h, pair_of_row, pairs), BN, B_K_MAJOR, BAND, EVEN_K,
                                GATE_UP)),
         ],

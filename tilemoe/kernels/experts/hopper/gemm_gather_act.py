@@ -145,7 +145,7 @@ def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
 
 @gluon.jit
 def gather_producer(
-    source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, tile_counter, width_in, width_out, ring,
+    source, row_scale, stride_source, token_of_row, weight, tiles, row_tiles, tile_counter, width_in, width_out, ring,
     tile_info, scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,6 @@ def gather_producer(
     width_in = width_in // 8 * 8
     stride_source = width_in if stride_source is None else stride_source // 8 * 8
     column_tiles = gl.cdiv(width_out, BN)
-    row_tiles = gl.load(num_tiles)
     total = row_tiles * column_tiles
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
     columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
@@ -397,6 +396,7 @@ def up_proj_act_kernel(
     staging, column_smem = new_staging(dtype), new_column_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    row_tiles = gl.load(num_tiles)  # here: a pointer more would be spilled in a partition
     gl.warp_specialize(
         [
             (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n,
@@ -405,7 +405,7 @@ def up_proj_act_kernel(
             (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n,
                             limit, alpha, ring, tile_info, staging, column_smem, 1, BN, B_K_MAJOR, GATE_UP,
                             ACTIVATION, KEEP_H, SCALES)),
-            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, tile_counter, d, width_out,
+            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, row_tiles, tile_counter, d, width_out,
                                ring, tile_info, scheduler_smem, None, COLUMNS, B_K_MAJOR, BAND, EVEN_K, GATE_UP)),
         ],
         [4, 4],
