@@ -172,7 +172,7 @@ def last_is_late(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 
 ENTERED = "    wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)\n"
 COPIES = "    copy_flat(rows, region_of(addresses, here, rows_offset, rows)"
-READY = "    tell_all(addresses, tl.load(state + LAST) + 1, here, 4 * FLAGS, RANKS)\n"
+READY = "    signal_all(addresses, tl.load(state + LAST) + 1, here, 4 * FLAGS, RANKS)\n"
 FAULTS: dict[str, tuple[str, str, str]] = {
     "nothing": ("put_kernel", COPIES, COPIES),
     "ready too early": ("put_kernel", COPIES, f"{READY}{COPIES}"),

@@ -56,9 +56,8 @@ class AllToAllDispatcher:
                 f"num_experts ({num_experts}) must be divisible by the {ranks} processes that share the experts; "
                 "choose an expert-parallel size that divides it"
             )
-        self.transports, self.num_experts, self.ranks = transports, num_experts, ranks
+        self.transports, self.experts_per_rank = transports, num_experts // ranks
         self.gradient_divide_factor, self._precision_of = gradient_divide_factor, precision_of
-        self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(transports.group)
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         if plan.num_tokens * self.experts_per_rank > _INT32_MAX:

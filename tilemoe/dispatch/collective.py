@@ -37,7 +37,7 @@ class Way(NamedTuple):
         return Way(self.into, self.out)
 
 
-class Sent(NamedTuple):
+class SentByCollective(NamedTuple):
     """Where this process' tokens were sent. Copies of tokens, and pairs, are ordered by the rank that they go to.
 
     token_of_copy (C) · copy_of_token (T W), token-major, -1 for ranks that a token is not sent to · position_of_pair
@@ -76,13 +76,13 @@ class Collective:
 
 class _ToExperts(torch.autograd.Function):
     """x (T, d) and scores, shaped for the plan -> those at this rank's experts: tokens (M, d), their plan, scores (Q,)
-    in fp32 or fp64; and the `Sent`.
+    in fp32 or fp64; and the `SentByCollective`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scores: Tensor, plan: RoutingPlan, group: dist.ProcessGroup, precision: str
-    ) -> tuple[Tensor, RoutingPlan, Tensor, Sent]:
+    ) -> tuple[Tensor, RoutingPlan, Tensor, SentByCollective]:
         ranks, here = dist.get_world_size(group), dist.get_rank(group)
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
@@ -96,7 +96,7 @@ class _ToExperts(torch.autograd.Function):
         copy_of_token, position_of_pair = kernels.place_sent(s, sizes, before, token_of_copy, words, routed)
         by_source = between.view(ranks, ranks, 2).tolist()  # the only host sync
         tokens, pairs = (_way(by_source, here, column) for column in (0, 1))
-        sent = Sent(
+        sent = SentByCollective(
             token_of_copy[: sum(tokens.out)],
             copy_of_token,
             position_of_pair[: sum(pairs.out)],
@@ -122,7 +122,7 @@ class _ToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, _: None, ds: Tensor, __: None) -> tuple[Tensor | None, ...]:
         needs_x, needs_scores = ctx.needs_input_grad[:2]
-        sent: Sent = ctx.sent
+        sent: SentByCollective = ctx.sent
         dx_home = _sums_home(dx, sent) if needs_x else None
         dscores = None
         if needs_scores:
@@ -136,7 +136,7 @@ class _FromExperts(torch.autograd.Function):
     """o (M, d) -> (T, d)."""
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
+    def forward(ctx: Any, o: Tensor, sent: SentByCollective) -> Tensor:
         ctx.sent = sent
         return _sums_home(o, sent)
 
@@ -146,7 +146,7 @@ class _FromExperts(torch.autograd.Function):
         return _to_experts(do, ctx.sent), None
 
 
-def _to_experts(rows: Tensor, sent: Sent) -> Tensor:
+def _to_experts(rows: Tensor, sent: SentByCollective) -> Tensor:
     """x or do (T, d) -> (M, d), at the experts."""
     packing = choose_packing(rows.device, rows.dtype).impl if sent.precision == "fp8" else None
     leaving = rows if packing is None else packing.pack_rows(rows)
@@ -154,7 +154,7 @@ def _to_experts(rows: Tensor, sent: Sent) -> Tensor:
     return arrived if packing is None else packing.unpack_rows(arrived, rows.dtype)
 
 
-def _sums_home(rows: Tensor, sent: Sent) -> Tensor:
+def _sums_home(rows: Tensor, sent: SentByCollective) -> Tensor:
     """(M, d) -> (T, d): each token's sum over its copies, in fp32 or better, in the order of the ranks."""
     copies = _all_to_all(rows, sent.tokens.back(), sent.group)
     ranks = len(sent.tokens.out)

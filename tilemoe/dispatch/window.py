@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -38,6 +39,7 @@ from tilemoe.kernels.expert_parallel.triton_window import (
 from tilemoe.kernels.experts.formats.dense import compute_dtype
 from tilemoe.ops.window import OpenWindow, Places, from_experts, saved_by, to_experts, to_experts_again
 from tilemoe.plan import RoutingPlan, plan_of
+from tilemoe.runtime.device import why_no_triton
 
 T = TypeVar("T")
 SLACK_ROWS = 1024  # of a window's capacity: few tokens are routed less evenly than many
@@ -57,8 +59,6 @@ def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | Non
 
 
 def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    from tilemoe.runtime.device import why_no_triton
-
     if device.type != "cuda" or torch.version.hip is not None:
         return "symmetric memory needs NVIDIA GPUs"
     if (why := why_no_triton(device)) is not None:
@@ -85,9 +85,9 @@ Memory = tuple[Any, list[int]]
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Memory:
-    """``size`` bytes of PyTorch's symmetric memory, zeroed. RuntimeError on all ranks if one has no room."""
-    import torch.distributed._symmetric_memory as symm_mem  # imports Triton
-
+    """``size`` bytes of PyTorch's symmetric memory, with a header of zeros. RuntimeError on all ranks if one has no
+    room.
+    """
     torch.cuda.empty_cache()  # it is not from the caching allocator, which may hold all free memory
     memory, problem = None, None
     try:
@@ -221,16 +221,14 @@ class Windows:
         """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
         rows, tokens = self.needed()
         if rows or tokens:
-            self.overflow().zero_()
-            self._alarm[:] = 0
+            self._forget()
             raise ValueError(self._problem(rows, tokens))
 
     def grow(self, rows: int) -> None:
         """Open a window in which a rank can receive ``rows`` pairs and an eighth more, unless it can receive all that
         there are. All ranks must call it. RuntimeError: they have no memory for it.
         """
-        self.overflow().zero_()
-        self._alarm[:] = 0
+        self._forget()
         if self.rows < self._limits.pairs * self.ranks:
             self._open(self._limits._replace(capacity=rows + rows // 8))
 
@@ -269,6 +267,11 @@ class Windows:
         put_tokens(view, view.state.new_empty(0, 1), index.to(self._device))
         _, counts, _ = agree(view)
         return int(counts[3]) == self.ranks
+
+    def _forget(self) -> None:
+        """What did not fit."""
+        self.overflow().zero_()
+        self._alarm[:] = 0
 
     def _view(self) -> Window:
         assert self._window is not None, "there is a window"

@@ -22,7 +22,7 @@ from tilemoe.runtime.operator import Arguments, Operator
 
 
 class OpenWindow:
-    """A window while it is open, by name. ``precision``: see `Sent`."""
+    """A window while it is open. By name, since a schema of torch.library takes no objects."""
 
     def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
         self.name, self.view, self._memory = name, view, memory

@@ -14,10 +14,9 @@ last exchange, a counter of CTAs, each region's last exchange, and what did not 
 Why nothing is overwritten too early. An exchange has a number, the same on all ranks. A rank says that it has *entered*
 exchange i by a kernel that on its stream comes after its pulls of all exchanges before i. Who puts into a region that
 exchange j used last waits until all ranks have entered one after j.
-Why every wait ends. Entering waits for nothing. The wait for entering needs that of the others, and the wait for
-*ready* needs that the others put, which waits for entering alone: nobody waits for what comes after an own wait on
-another stream of events. A wait takes one CTA on one multiprocessor; all others stay free for other streams, for
-NCCL's kernels among them.
+Why every wait ends. A rank enters without waiting. It puts once the others have entered, and then sets *ready*; so each
+wait is for a kernel that itself waits, at most, for ranks to enter. One CTA waits at a time. The other multiprocessors
+stay free for other streams, for NCCL's kernels among them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -42,10 +41,13 @@ MAX_RANKS = 16
 # fit.
 STATE = 8
 LAST, DONE, TOKENS, RESULTS, NEEDED_ROWS, NEEDED_TOKENS = (tl.constexpr(index) for index in range(6))
-# Rows of what `agree` writes, W int32 each: for each rank, how many tokens and pairs came from it, and the first of
-# them here; where those for this rank begin there; what to add to the index of a copy or pair sent to it to find it
-# there; and the first pair sent to it, and their number.
+# Rows of what `agree` writes, W int32 each, first for tokens and then for pairs: how many came from each rank, and the
+# first of them here; where those for this rank begin there; what to add to the index of a copy, or of a pair, that was
+# sent to a rank to find it there; and the first pair sent to it, and their number.
 AGREED = 10
+TOKENS_IN, FIRST_TOKEN_IN, PAIRS_IN, FIRST_PAIR_IN = (tl.constexpr(row) for row in range(4))
+TOKENS_THERE, PAIRS_THERE, TOKENS_HOME, PAIRS_HOME = (tl.constexpr(row) for row in range(4, 8))
+FIRST_PAIR_OUT, PAIRS_OUT = tl.constexpr(8), tl.constexpr(9)
 _FLAG_BYTES = 4
 FLAGS = tl.constexpr(MAX_RANKS)  # of a kind: which exchange each rank has entered, and which it has its rows ready for
 HEADER_BYTES = 2 * MAX_RANKS * _FLAG_BYTES  # of a window
@@ -264,7 +266,7 @@ def wait_for(flags, number, here, RANKS: tl.constexpr):
 
 
 @triton.jit
-def tell_all(addresses, number, here, OFFSET: tl.constexpr, RANKS: tl.constexpr):
+def signal_all(addresses, number, here, OFFSET: tl.constexpr, RANKS: tl.constexpr):
     """Set this rank's flag, at ``OFFSET`` bytes of each other rank's window, once all earlier stores are visible."""
     for step in tl.static_range(1, RANKS):
         rank = (here + step) % RANKS
@@ -290,7 +292,7 @@ def copy_flat(source, target, length, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["here"])
 def enter_kernel(addresses, state, here, REGION: tl.constexpr, RANKS: tl.constexpr):
     """A single CTA: tell the others that this rank enters an exchange, wait until none reads the region any more."""
-    tell_all(addresses, tl.load(state + LAST) + 1, here, 0, RANKS)
+    signal_all(addresses, tl.load(state + LAST) + 1, here, 0, RANKS)
     flags = tl.load(addresses + here).to(tl.pointer_type(tl.int32))
     wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)
 
@@ -314,7 +316,7 @@ def put_kernel(
         tl.store(state + LAST, number)
         tl.store(state + DONE, 0)
         tl.store(state + REGION, number)
-        tell_all(addresses, number, here, 4 * FLAGS, RANKS)
+        signal_all(addresses, number, here, 4 * FLAGS, RANKS)
         wait_for(tl.load(addresses + here).to(tl.pointer_type(tl.int32)) + FLAGS, number, here, RANKS)
 
 
@@ -355,14 +357,13 @@ def agree_kernel(
         arrived = tl.sum(tl.where(source < here, between, 0), axis=0)  # [to]: what came there from the ranks before
         tl.store(came + 2 * rank + column, of_here_in, mask=is_rank)
         tl.store(counts + column, tl.sum(of_here_in, axis=0))
-        out = agreed + 2 * column * RANKS + rank
-        tl.store(out, of_here_in, mask=is_rank)
-        tl.store(out + RANKS, first_in, mask=is_rank)
-        tl.store(agreed + (4 + column) * RANKS + rank, there, mask=is_rank)
-        tl.store(agreed + (6 + column) * RANKS + rank, arrived - first_out, mask=is_rank)
+        tl.store(agreed + (TOKENS_IN + 2 * column) * RANKS + rank, of_here_in, mask=is_rank)
+        tl.store(agreed + (FIRST_TOKEN_IN + 2 * column) * RANKS + rank, first_in, mask=is_rank)
+        tl.store(agreed + (TOKENS_THERE + column) * RANKS + rank, there, mask=is_rank)
+        tl.store(agreed + (TOKENS_HOME + column) * RANKS + rank, arrived - first_out, mask=is_rank)
         if column == 1:
-            tl.store(agreed + 8 * RANKS + rank, first_out, mask=is_rank)
-            tl.store(agreed + 9 * RANKS + rank, of_here_out, mask=is_rank)
+            tl.store(agreed + FIRST_PAIR_OUT * RANKS + rank, first_out, mask=is_rank)
+            tl.store(agreed + PAIRS_OUT * RANKS + rank, of_here_out, mask=is_rank)
     tl.store(counts + 2, fails.to(tl.int32))
     tl.store(counts + 3, over)
 
@@ -381,13 +382,14 @@ def receive_kernel(
     copy = (addresses + at).to(tl.pointer_type(tl.int32))
     word = copy
     for rank in tl.static_range(RANKS):
-        first = tl.load(agreed + 1 * RANKS + rank)
-        from_rank = (at >= first) & (at < first + tl.load(agreed + rank))
-        there = region_of(addresses, rank, copies_offset, copy) + tl.load(agreed + 4 * RANKS + rank)
+        first = tl.load(agreed + FIRST_TOKEN_IN * RANKS + rank)
+        from_rank = (at >= first) & (at < first + tl.load(agreed + TOKENS_IN * RANKS + rank))
+        there = region_of(addresses, rank, copies_offset, copy) + tl.load(agreed + TOKENS_THERE * RANKS + rank)
         copy = tl.where(from_rank, there + (at - first), copy)
-        first = tl.load(agreed + 3 * RANKS + rank)
-        from_rank = (at >= first) & (at < first + tl.load(agreed + 2 * RANKS + rank))
-        there = region_of(addresses, rank, words_offset, word) + tl.load(agreed + 5 * RANKS + rank) * (SCORE_WORDS + 1)
+        first = tl.load(agreed + FIRST_PAIR_IN * RANKS + rank)
+        from_rank = (at >= first) & (at < first + tl.load(agreed + PAIRS_IN * RANKS + rank))
+        there = region_of(addresses, rank, words_offset, word)
+        there += tl.load(agreed + PAIRS_THERE * RANKS + rank) * (SCORE_WORDS + 1)
         word = tl.where(from_rank, there + (at - first) * (SCORE_WORDS + 1), word)
     tl.store(token_of_received + at, tl.load(copy, mask=at < num_tokens, other=0), mask=at < max_tokens)
     inside = at < num_pairs
@@ -412,11 +414,12 @@ def pull_rows_kernel(
     RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each CTA copies rows from one rank, neighbours beginning with different ranks, so that all links are busy; then
-    its share of the zeros past M."""
+    its share of the zeros past M.
+    """
     rank = (here + 1 + tl.program_id(0) % RANKS) % RANKS
     of_rank, each = tl.program_id(0) // RANKS, tl.num_programs(0) // RANKS
     source = region_of(addresses, rank, tokens_offset, out)
-    count, first_row = tl.load(agreed + rank), tl.load(agreed + 1 * RANKS + rank)
+    count, first_row = tl.load(agreed + TOKENS_IN * RANKS + rank), tl.load(agreed + FIRST_TOKEN_IN * RANKS + rank)
     for block in range(of_rank, tl.cdiv(count, ROWS), each):
         index = block * ROWS + tl.arange(0, ROWS)
         row = first_row + index
@@ -448,7 +451,7 @@ def pull_sums_kernel(
     for rank in tl.static_range(RANKS):
         copy = tl.load(copy_of_token + token * RANKS + rank)
         is_there = (copy >= 0) & (fails == 0)
-        row = (copy + tl.load(agreed + 6 * RANKS + rank)).to(tl.int64)
+        row = (copy + tl.load(agreed + TOKENS_HOME * RANKS + rank)).to(tl.int64)
         source = region_of(addresses, rank, results_offset, out) + row * width
         value = tl.load(source + column, mask=is_there & (column < width), other=0.0)
         total += value.to(total.dtype)
@@ -465,9 +468,9 @@ def pull_scores_kernel(
     from_there = out + pair
     is_sent = pair < 0
     for rank in tl.static_range(RANKS):
-        first = tl.load(agreed + 8 * RANKS + rank)
-        to_rank = (pair >= first) & (pair < first + tl.load(agreed + 9 * RANKS + rank))
-        there = region_of(addresses, rank, scores_offset, out) + tl.load(agreed + 7 * RANKS + rank)
+        first = tl.load(agreed + FIRST_PAIR_OUT * RANKS + rank)
+        to_rank = (pair >= first) & (pair < first + tl.load(agreed + PAIRS_OUT * RANKS + rank))
+        there = region_of(addresses, rank, scores_offset, out) + tl.load(agreed + PAIRS_HOME * RANKS + rank)
         from_there = tl.where(to_rank, there + pair, from_there)
         is_sent = is_sent | to_rank
     position = tl.load(position_of_pair + pair, mask=is_sent, other=0)
