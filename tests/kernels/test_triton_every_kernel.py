@@ -172,12 +172,19 @@ STACK_OF_LAYOUT = {
     ("down_proj_dgrad_dact", 100, "interleaved, transposed, bias"): 128,
     ("down_proj", 120, "transposed"): 32,
 }
-if not triton.__version__.startswith("3.6."):
+if not triton.__version__.startswith("3.6."):  # Triton 3.9; the same since these cells were first compiled there
     STACK_OF_LAYOUT |= {
         ("up_proj_act", 90, "plain"): 8,
         ("up_proj_act", 90, "interleaved, transposed, bias"): 40,
+        ("up_proj_act", 90, "clamped, interleaved, transposed, bias"): 16,
         ("down_proj_dgrad_dact", 90, "plain"): 40,
+        ("down_proj_dgrad_dact", 90, "interleaved"): 104,
+        ("down_proj_dgrad_dact", 90, "transposed"): 40,
         ("down_proj_dgrad_dact", 90, "interleaved, transposed, bias"): 104,
+        ("down_proj_dgrad_dact", 90, "ungated, transposed, bias"): 88,
+        ("up_proj_act", 100, "interleaved, transposed, bias"): 272,
+        ("down_proj_dgrad_dact", 100, "plain"): 168,
+        ("down_proj_dgrad_dact", 100, "transposed"): 168,
     }
 # Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
 BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
