@@ -304,7 +304,7 @@ def test_wide_weight_gradients_of_hostile_routings(all_wgrads_in_fp8: None, name
 
 
 def test_wide_weight_gradients_in_slices(all_wgrads_in_fp8: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilemoe.kernels.experts.triton.transpose.SLICE", 256)
+    monkeypatch.setattr("tilemoe.kernels.experts.triton.formats.transpose.SLICE", 256)
     with emulated() as launches:
         assert_wgrads_agree(KERNELS_OF_FP8, plan_of(65, 0, 130, 40), 640, 128, False, torch.float16, LIMIT)
     of_gemms = [launch.args["first_of_slice"] for launch in launches if launch.kernel.is_gluon()]
@@ -346,7 +346,7 @@ def recorded_wgrad() -> list[Recorded]:
     by_token, by_row = torch.randn(plan.num_tokens, width).half(), torch.randn(plan.capacity, width).half()
     exact = backend_named("torch_fp8").down_proj_wgrad(by_token.float(), by_row.float(), plan)
     with pytest.MonkeyPatch.context() as patch, emulated(ctas=2) as launches:
-        patch.setattr("tilemoe.kernels.experts.triton.transpose.SLICE", 384)
+        patch.setattr("tilemoe.kernels.experts.triton.formats.transpose.SLICE", 384)
         patch.setattr(HOST_CHUNK, 2)
         assert_close("dw2", KERNELS_OF_FP8.down_proj_wgrad(by_token, by_row, plan).float(), exact, LIMIT)
     last, outputs = with_outputs(launches)[-1]  # the launch before it would now read this one's slice of A

@@ -26,9 +26,15 @@ from tilemoe.kernels.experts.triton import small_m as few_rows
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import small_m, tile_rows
-from tilemoe.kernels.experts.triton.quantize import block_weight, pack_rows, quantized_rows, row_weight, unpack_rows
+from tilemoe.kernels.experts.triton.formats.quantize import (
+    block_weight,
+    pack_rows,
+    quantized_rows,
+    row_weight,
+    unpack_rows,
+)
+from tilemoe.kernels.experts.triton.formats.transpose import wgrad_operands
 from tilemoe.kernels.experts.triton.tiles import listed_tiles, tile_lists_launch
-from tilemoe.kernels.experts.triton.transpose import wgrad_operands
 from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
 from tilemoe.kernels.lm.triton_rotary import rotate
 from tilemoe.kernels.plan import triton as plan_kernels

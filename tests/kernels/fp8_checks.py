@@ -17,7 +17,7 @@ from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, quantize
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton.transpose import WgradOperands
+from tilemoe.kernels.experts.triton.formats.transpose import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import ceil_div
 from tilemoe.testing import relative_error

@@ -283,7 +283,7 @@ def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_packed_by_triton_where_it_has_e4m3(
     capability: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilemoe.kernels.experts.triton import quantize as operands
+    from tilemoe.kernels.experts.triton.formats import quantize as operands
 
     monkeypatch.setattr(operands, "gpu", lambda index: Device(capability, 0, 0))
     choice = choose.choose_packing(GPU, dtype)

@@ -34,7 +34,7 @@ from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder, R
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton import quantize as packed
+from tilemoe.kernels.experts.triton.formats import quantize as packed
 from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.plan.triton import count_sort
 from tilemoe.ops import experts as library

@@ -33,7 +33,7 @@ from triton_compile import (
 
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes, small_m
-from tilemoe.kernels.experts.triton.transpose import SLICE
+from tilemoe.kernels.experts.triton.formats.transpose import SLICE
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router.triton import RouterSpec, select_launch
 from tilemoe.runtime.launch import Launch, ceil_div

@@ -22,7 +22,7 @@ from tilemoe.kernels.experts.formats import fp8 as by_torch
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, WEIGHTS, packed_operand, quantize
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.triton.backend import TritonBackend
-from tilemoe.kernels.experts.triton.quantize import (
+from tilemoe.kernels.experts.triton.formats.quantize import (
     block_weight_launch,
     dequantized_rows,
     pack_rows,
@@ -30,14 +30,14 @@ from tilemoe.kernels.experts.triton.quantize import (
     rows_launch,
     unpack_rows,
 )
-from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton.transpose import (
+from tilemoe.kernels.experts.triton.formats.transpose import (
     PART,
     gather_launch,
     largest_launch,
     quantize_launch,
     wgrad_operands,
 )
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import ceil_div

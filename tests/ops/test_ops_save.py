@@ -19,8 +19,8 @@ from tilemoe import reference
 from tilemoe.kernels.experts.formats.fp8 import ROWS, quantize
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
-from tilemoe.kernels.experts.triton import quantize as operands
 from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.kernels.experts.triton.formats import quantize as operands
 from tilemoe.runtime.device import Device
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs, relative_error
 

@@ -216,12 +216,12 @@ def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPackin
     """The quantisation of rows of this dtype that are exchanged between processes in FP8."""
     why = why_no_triton(device) or backend_named("triton").why_unsupported(device, dtype)
     if why is None:
-        from tilemoe.kernels.experts.triton.quantize import why_no_e4m3
+        from tilemoe.kernels.experts.triton.formats.quantize import why_no_e4m3
 
         why = why_no_e4m3(device)
     if why is not None:
         return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
-    from tilemoe.kernels.experts.triton import quantize as by_triton
+    from tilemoe.kernels.experts.triton.formats import quantize as by_triton
 
     return Choice("triton", RowPacking(by_triton.pack_rows, by_triton.unpack_rows), "one kernel each way")
 

@@ -113,7 +113,7 @@ ROWS = (
         "FP8 is asked for, and the GPU has compute capability 9.0",
         fp8.why_not,
         _why_not_hopper_fp8,
-        f"{_HOME}.triton.fp8",
+        f"{_HOME}.triton.formats.fp8",
         batch_invariance="yes on an H100, bf16",
     ),
     Row(

@@ -12,12 +12,12 @@ shorter side innermost. An expert without rows takes a stage without operands; i
 Where the sums of each expert's rows of B are wanted (db1), A has ONES further columns, of ones: row p of the product.
 
 FP8 operands (`gemm_transposed_kernel`) are transposed copies, with room L along the rows, laid out by
-`triton.transpose`: both are K-major and come by TMA, so that one warp is the producer; a k-block is 128 rows. Tensor
-cores truncate as they add, to some 14 bits, so that a long sum of products with a mean comes out too small: by .7%
-after 4,096 rows where both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a sum
-of more than CHUNK k-blocks is made of chunks of equal size, and the sums of chunks are added in fp32. Registers have no
-room for a second accumulator, so the chunks' sum so far is in global memory, in practice in L2: each thread writes its
-own elements of the tile and reads them back, so no synchronisation is needed.
+`triton.formats.transpose`: both are K-major and come by TMA, so that one warp is the producer; a k-block is 128 rows.
+Tensor cores truncate as they add, to some 14 bits, so that a long sum of products with a mean comes out too small: by
+.7% after 4,096 rows where both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a
+sum of more than CHUNK k-blocks is made of chunks of equal size, and the sums of chunks are added in fp32. Registers
+have no room for a second accumulator, so the chunks' sum so far is in global memory, in practice in L2: each thread
+writes its own elements of the tile and reads them back, so no synchronisation is needed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -297,7 +297,7 @@ def transposed_producer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, start, end, first, col = weight_tile_coords(index, total, width, q, row_start_of_expert, BN)
         steps = gl.cdiv(end - start, BLOCK)
-        place = (start // BLOCK + expert) * BK  # as `triton.transpose.first_block`
+        place = (start // BLOCK + expert) * BK  # as `triton.formats.transpose.first_block`
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, first, col, steps)
         if steps == 0:

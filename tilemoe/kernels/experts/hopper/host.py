@@ -34,13 +34,13 @@ from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
 from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel, gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
+from tilemoe.kernels.experts.triton.formats.transpose import WgradOperands
 from tilemoe.kernels.experts.triton.host import (
     dact_outputs,
     gate_up_layout,
     ones_beside,
     split_parts,
 )
-from tilemoe.kernels.experts.triton.transpose import WgradOperands
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device

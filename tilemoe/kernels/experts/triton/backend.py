@@ -22,7 +22,7 @@ from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, why_unsupported
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows
-from tilemoe.kernels.experts.triton.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
+from tilemoe.kernels.experts.triton.formats.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device, device_of, why_no_triton

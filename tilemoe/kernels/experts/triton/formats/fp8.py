@@ -12,9 +12,9 @@ from torch import Tensor
 from tilemoe.config import quantizes_wgrad
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, why_not
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand, contracted_by
-from tilemoe.kernels.experts.triton import transpose
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows
-from tilemoe.kernels.experts.triton.quantize import block_weight, quantized_blocks, row_weight
+from tilemoe.kernels.experts.triton.formats import transpose
+from tilemoe.kernels.experts.triton.formats.quantize import block_weight, quantized_blocks, row_weight
 from tilemoe.plan import RoutingPlan
 
 __all__ = ["quantizes_wgrad", "rows_for", "weight_for", "wgrad_operands", "why_not"]

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
-from tilemoe.kernels.experts.triton.quantize import quantized_rows, rounded, scale_for
+from tilemoe.kernels.experts.triton.formats.quantize import quantized_rows, rounded, scale_for
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
