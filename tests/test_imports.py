@@ -17,11 +17,12 @@ ROOT = Path(tilemoe.__file__).parent
 MAX_LINES = 520
 
 # What each part may import besides itself. A part not listed here may not exist.
-_LEAVES = {"checks", "config", "runtime", "activations", "plan", "shape"}
+_LEAVES = {"checks", "config", "files", "runtime", "activations", "plan", "shape"}
 _BELOW_LAYERS = _LEAVES | {"kernels", "ops", "routing"}
 ALLOWED: dict[str, set[str]] = {
     "checks": set(),
-    "runtime": {"checks"},
+    "files": {"checks"},
+    "runtime": {"checks", "files"},
     "activations": {"checks", "runtime"},
     "config": {"activations", "checks"},
     "plan": {"checks", "runtime"},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": _BELOW_LAYERS | {"dispatch"},
     "models": _BELOW_LAYERS | {"layers", "data"},
     "parallel": _BELOW_LAYERS | {"dispatch", "layers", "models", "integrations"},
-    "data": {"checks"},
+    "data": {"checks", "files"},
     "recipes": set(),
     "perf": {"shape", "kernels", "config", "models"},
     "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf", "plots"},
@@ -53,6 +54,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     **dict.fromkeys(ALLOWED),
     "checks": set(),
     "config": set(),
+    "files": set(),
     "recipes": set(),
     "shape": set(),
     "plots": {"matplotlib"},

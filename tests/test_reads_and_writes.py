@@ -33,7 +33,7 @@ TEMPLATES = {"jinja2", "chat_template_utils", "apply_chat_template", "render_jin
 BOUNDED = "data/bounded.py"
 # Functions that write by a name alone, into a folder that they, or who calls them, have just made under a new name.
 IN_NEW_FOLDERS = {
-    "data/files.py": {"write_atomic"},
+    "files.py": {"write_atomic"},
     "data/shards.py": {"append", "write_index"},
     "integrations/peft.py": {"save_adapter"},
     "models/huggingface.py": {"_write_json", "_write_shards"},

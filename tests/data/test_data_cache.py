@@ -16,8 +16,8 @@ from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import prepare
 from tilemoe.data import shards as shards_module
-from tilemoe.data.files import _temporary_name
 from tilemoe.data.shards import ShardWriter, TokenShards, read_index, token_dtype
+from tilemoe.files import _temporary_name
 
 
 def joined(texts: list[str]) -> list[int]:

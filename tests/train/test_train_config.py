@@ -8,6 +8,7 @@ import pytest
 from helpers import raises_one_line
 
 from tilemoe.config import to_dict
+from tilemoe.files import default_cache_dir
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
 from tilemoe.train.config import (
@@ -15,7 +16,6 @@ from tilemoe.train.config import (
     MuonConfig,
     OptimConfig,
     TrainConfig,
-    default_cache_dir,
     list_recipes,
     load_recipe,
     parse_recipe,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import raises_one_line
 
-from tilemoe.data.files import never_a_link, only_one_process, write_atomic
+from tilemoe.files import never_a_link, only_one_process, write_atomic
 from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.config import Recipe

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from tilemoe.checks import require_int
 from tilemoe.cli.parsing import parse
+from tilemoe.files import default_cache_dir
 from tilemoe.models.folder import find_folder, hf_tokenizer, is_hf, read_config
 from tilemoe.models.sums import sums_line
 from tilemoe.train.checkpoints.names import read_newest
-from tilemoe.train.config import DataConfig, default_cache_dir
+from tilemoe.train.config import DataConfig
 
 if TYPE_CHECKING:
     from tilemoe.data import Prepared

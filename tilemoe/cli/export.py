@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from safetensors import SafetensorError
 
-    from tilemoe.data.files import staged_folder
+    from tilemoe.files import staged_folder
     from tilemoe.models.hf_config import export_line
     from tilemoe.models.sums import write_sums
     from tilemoe.train.checkpoints.restore import restore
@@ -76,7 +76,7 @@ def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> Non
 
 
 def _write_tokenizer(restored: Restored, folder: Path) -> None:
-    from tilemoe.data.files import write_atomic
+    from tilemoe.files import write_atomic
     from tilemoe.models.folder import TOKENIZER_FILE
 
     restored.tokenizer.save(folder / TOKENIZER_FILE)

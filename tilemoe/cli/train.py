@@ -12,19 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
+from tilemoe.files import default_cache_dir
 from tilemoe.models.folder import find_folder, is_hf
 from tilemoe.models.hf_config import import_line
 from tilemoe.models.sums import sums_line
-from tilemoe.train.config import (
-    DataConfig,
-    LoRAConfig,
-    OptimConfig,
-    Recipe,
-    TrainConfig,
-    default_cache_dir,
-    list_recipes,
-    load_recipe,
-)
+from tilemoe.train.config import DataConfig, LoRAConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
 from tilemoe.train.job.processes import Job
 
 if TYPE_CHECKING:

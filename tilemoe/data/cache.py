@@ -18,7 +18,6 @@ import numpy as np
 
 from tilemoe.checks import expand_user
 from tilemoe.data.corpus import SPLITS, STDLIB, Corpus, Split, TextNumber, open_corpus, split_parts
-from tilemoe.data.files import only_one_process, staged_folder
 from tilemoe.data.mixture import Mixture
 from tilemoe.data.packing import PackedDocuments
 from tilemoe.data.shards import (
@@ -33,6 +32,7 @@ from tilemoe.data.shards import (
 )
 from tilemoe.data.text_files import LONGEST_LINE, Undecodable
 from tilemoe.data.tokenizer import BYTES, TokenIds, Tokenizer, load_tokenizer, pieces_of
+from tilemoe.files import only_one_process, staged_folder
 
 Writers = dict[Split, ShardWriter]
 Text = tuple[Split, str, bool]  # whether the separator comes after it

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemoe.data.files import read_text
+from tilemoe.files import read_text
 
 TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")

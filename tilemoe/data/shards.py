@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemoe.data.corpus import Split
-from tilemoe.data.files import read_text, sha256_file
+from tilemoe.files import read_text, sha256_file
 
 FORMAT = "tilemoe-token-shards"
 VERSION = 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, cast
 
-from tilemoe.data.files import open_regular
+from tilemoe.files import open_regular
 
 Undecodable = Literal["error", "replace"]  # what is done about bytes that are not UTF-8
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" gives it: never a character

@@ -23,8 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tilemoe.checks import expand_user
 from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
 from tilemoe.data.corpus import Corpus, clean_text, split_documents
-from tilemoe.data.files import only_one_process, read_text, write_atomic
 from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
+from tilemoe.files import only_one_process, read_text, write_atomic
 
 TokenIds = NDArray[np.int64]
 

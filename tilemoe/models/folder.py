@@ -10,7 +10,7 @@ from typing import Any
 
 from tilemoe.checks import expand_user
 from tilemoe.config import ModelConfig
-from tilemoe.data.files import read_text
+from tilemoe.files import read_text
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_config import config_from_hf
 from tilemoe.models.sums import SUMS_FILE

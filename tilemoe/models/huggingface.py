@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilemoe.checks import require_path
 from tilemoe.config import ModelConfig
-from tilemoe.data.files import read_text, staged_folder
+from tilemoe.files import read_text, staged_folder
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tilemoe.data.files import read_bytes, sha256_file
+from tilemoe.files import read_bytes, sha256_file
 
 SUMS_FILE = "checksums.json"  # the manifest of an export
 _LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its part of each tensor

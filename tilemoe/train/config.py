@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -17,19 +16,10 @@ from typing import Any, Literal
 
 from tilemoe.checks import expand_user, require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
-from tilemoe.data.files import read_bytes
+from tilemoe.files import default_cache_dir, read_bytes
 
 _FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
 _MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as it is told to
-
-
-def default_cache_dir() -> Path:
-    """``$TILEMOE_CACHE``, else ``$XDG_CACHE_HOME/tilemoe``, else ``~/.cache/tilemoe``."""
-    explicit = os.environ.get("TILEMOE_CACHE")
-    if explicit:
-        return expand_user(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else expand_user("~/.cache")) / "tilemoe"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tilemoe.data.files import never_a_link, open_regular
+from tilemoe.files import never_a_link, open_regular
 from tilemoe.train.trackers import Tracker
 
 RUN_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu", "capacity", "repeats"})

@@ -19,7 +19,7 @@ import torch
 import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
-from tilemoe.data.files import owned_folder, write_atomic
+from tilemoe.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tilemoe.config import to_dict
-from tilemoe.data.files import never_a_link
+from tilemoe.files import never_a_link
 from tilemoe.train.config import Recipe
 
 TENSORBOARD_DIR, WANDB_DIR = "tensorboard", "wandb"

@@ -31,8 +31,8 @@ from torch import nn
 
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tilemoe.data.files import fsync, read_text
 from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.files import fsync, read_text
 from tilemoe.layers.lora import adapter_names
 from tilemoe.models.folder import require_bytes
 from tilemoe.models.sums import Entries, canonical, file_entries, manifest_of, read_manifest, require_files

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilemoe.data.files import never_a_link, rename_synced
+from tilemoe.files import never_a_link, rename_synced
 from tilemoe.train.checkpoints.names import list_checkpoints
 
 MARK_FILE = ".tilemoe"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tilemoe.data.files import read_text
+from tilemoe.files import read_text
 from tilemoe.train.config import Recipe, parse_recipe
 
 Made = TypeVar("Made")

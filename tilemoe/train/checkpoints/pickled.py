@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tilemoe.data.files import read_bytes
+from tilemoe.files import read_bytes
 
 _MOST_VALUES = 1 << 12  # at once on the stack, which gets 1,000 pairs at a time
 _PLAIN = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, never through a link, and locks between processes."""
+"""Atomic writes of files and folders, never through a link, locks between processes, and the cache folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tilemoe.checks import expand_user
+
 _TEMPORARY = ".tmp-"
 _HASH_CHUNK = 1 << 18  # bytes
 _LARGEST = 1 << 26  # bytes of a file that is read whole: settings, a tokenizer, an index of tensors
+
+
+def default_cache_dir() -> Path:
+    """``$TILEMOE_CACHE``, else ``$XDG_CACHE_HOME/tilemoe``, else ``~/.cache/tilemoe``."""
+    explicit = os.environ.get("TILEMOE_CACHE")
+    if explicit:
+        return expand_user(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else expand_user("~/.cache")) / "tilemoe"
 
 
 def open_regular(path: Path) -> io.BufferedReader:
