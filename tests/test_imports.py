@@ -71,7 +71,7 @@ TRITON_HOMES = re.compile(
     r"kernels\.experts\.(triton|hopper)\b|kernels\.\w+\.triton|runtime\.(launch|launch_trace|precompile|c_launcher|device)$"
 )
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}
-DEPENDENCIES |= {"huggingface_hub", "wandb"}  # where they are installed; tokenizers brings the first along
+DEPENDENCIES |= {"huggingface_hub", "torchao", "wandb"}  # where they are installed; tokenizers brings the first along
 
 
 def module_files() -> dict[str, Path]:

@@ -64,7 +64,7 @@ def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:
         (OptimConfig, {"lr": 1.0, "min_lr_ratio": 1.5}, "optim.min_lr_ratio"),
         (OptimConfig, {"lr": 1.0, "schedule": "linear"}, "optim.schedule"),
         (OptimConfig, {"lr": 1.0, "warmup_steps": -1}, "optim.warmup_steps"),
-        (OptimConfig, {"lr": 1.0, "name": "sgd"}, "optim.name must be one of adamw, muon; got 'sgd'"),
+        (OptimConfig, {"lr": 1.0, "name": "sgd"}, "optim.name must be one of adamw, adamw8bit, muon; got 'sgd'"),
         (OptimConfig, {"lr": 1.0, "muon": None}, "optim.muon must be a MuonConfig, got None"),
         (MuonConfig, {"momentum": 1.0}, r"optim.muon.momentum must be in \[0, 1\), got 1.0; 0.95 is usual"),
         (MuonConfig, {"nesterov": 1}, "optim.muon.nesterov must be True or False"),

@@ -112,7 +112,8 @@ class OptimConfig:
     """The optimiser, gradient clipping and the learning-rate schedule."""
 
     lr: float  # peak learning rate
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices but the router's, adamw for the rest
+    # muon: for the blocks' matrices but the router's, adamw for the rest; adamw8bit: AdamW with moments of a byte
+    name: Literal["adamw", "muon", "adamw8bit"] = "adamw"
     beta1: float = 0.9  # AdamW's
     beta2: float = 0.95  # AdamW's
     eps: float = 1e-8  # AdamW's
@@ -253,8 +254,8 @@ class Recipe:
             )
 
     def _check_lora(self, lora: LoRAConfig) -> None:
-        if self.optim.name != "adamw":
-            raise ValueError(f"optim.name {self.optim.name!r} does not train adapters; use --optim.name adamw")
+        if self.optim.name == "muon":
+            raise ValueError("optim.name 'muon' does not train adapters; use --optim.name adamw or adamw8bit")
         if "experts" not in lora.modules:
             return
         moe = self.model.moe

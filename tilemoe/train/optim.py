@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.layers.mlp import MLP
+from tilemoe.train.adamw8bit import PARTS, make_adamw8bit, moment_of, parts_of
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
@@ -46,8 +47,8 @@ def gate_up_orders(model: nn.Module) -> dict[int, str]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser that ``config.name`` names. AdamW: group 0 has weight decay, group 1 has none. Muon: its
-    matrices are group 0, followed by the two AdamW groups, of all other parameters.
+    """The optimiser that ``config.name`` names. AdamW, also in 8 bits: group 0 has weight decay, group 1 has none.
+    Muon: its matrices are group 0, followed by the two AdamW groups, of all other parameters.
 
     ``fused`` is the fastest form on a CPU too (docs/lab/cpu.md).
     """
@@ -66,24 +67,36 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     if config.name == "muon":
         orders = gate_up_orders(model)
         return MuonWithAdamW([muon_group(matrices, config, [orders.get(id(p)) for p in matrices]), *of_adamw])
-    return torch.optim.AdamW(of_adamw)
+    return torch.optim.AdamW(of_adamw) if config.name == "adamw" else make_adamw8bit(of_adamw)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """``lr`` in every group, of Muon's matrices times ``optim.muon.lr_scale``."""
+    """``lr`` in every group, of Muon's matrices times ``optim.muon.lr_scale``; in place where it is a tensor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``, of Muon's matrices
-    ``.momentum_buffer``.
+    ``.momentum_buffer``; of a moment in 8 bits ``.exp_avg.codes`` and ``.exp_avg.scale``.
     """
     return {
-        f"{name}.{key}": value
+        f"{name}.{key}{part}": tensor
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
+        for part, tensor in parts_of(value).items()
     }
+
+
+def split_name(full_name: str) -> tuple[str, str, str]:
+    """(parameter, key, part) of a name of `optimizer_tensors`; the part is "" or begins with a dot."""
+    whole, _, last = full_name.rpartition(".")
+    part = f".{last}" if last in PARTS else ""
+    name, _, key = (whole if part else full_name).rpartition(".")
+    return name, key, part
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -93,10 +106,11 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     """
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    by_parameter: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, dict[str, Tensor]]] = {}
     for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        by_parameter.setdefault(name, {})[key] = tensor
+        name, key, part = split_name(full_name)
+        parts.setdefault(name, {}).setdefault(key, {})[part] = tensor
+    by_parameter = {name: {key: moment_of(key, each) for key, each in of.items()} for name, of in parts.items()}
     unknown = set(by_parameter) - set(name_of.values())
     if unknown:
         raise ValueError(f"the optimiser's state has {min(unknown)}, which is no parameter of the model")

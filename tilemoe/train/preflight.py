@@ -10,6 +10,7 @@ from pathlib import Path
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
+from tilemoe.train import adamw8bit
 from tilemoe.train.checkpoints.folder import own_files
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints
 from tilemoe.train.checkpoints.restore import make_decoder
@@ -28,7 +29,8 @@ _BEGINNINGS = {  # of our files; metrics may be a first line cut short, which is
     PLOT_FILE: rb"\x89PNG(.*Software\0tilemoe|.{12}\0\0(\x04L|\x06r|\x08\x98)\0\0\x01\xa4.*Software\0Matplotlib)",
     STATE_FILE: rb'\{"data_fingerprint":"',
 }
-_WEIGHT_BYTES, _STATE_BYTES = 4, 8  # of a parameter in a checkpoint: fp32, and AdamW's two moments; Muon has one
+_WEIGHT_BYTES = 4  # of a parameter in a checkpoint, fp32
+_STATE_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}  # and of its two moments; Muon's matrices have one
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | None = None) -> None:
@@ -38,6 +40,10 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
     """
     if recipe.train.dense_precision == "fp8":
         require_torchao()
+    if recipe.optim.name == "adamw8bit":
+        adamw8bit.require_torchao()
+        if not job.is_alone:
+            raise ValueError("optim.name 'adamw8bit' is for one process; use --optim.name adamw, sharded by the job")
     if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
         recipe.model.moe.require_learnable_router()
     if is_new:
@@ -97,10 +103,12 @@ def _require_folder(recipe: Recipe) -> None:
 
 def _checkpoint_bytes(recipe: Recipe) -> int:
     if recipe.lora is None:
-        return (_WEIGHT_BYTES + _STATE_BYTES) * count_parameters(recipe.model)
+        return (_WEIGHT_BYTES + _STATE_BYTES[recipe.optim.name]) * count_parameters(recipe.model)
     parameters = list(make_decoder(recipe, device="meta").parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return _WEIGHT_BYTES * sum(parameter.numel() for parameter in parameters) + _STATE_BYTES * trained
+    return (
+        _WEIGHT_BYTES * sum(parameter.numel() for parameter in parameters) + _STATE_BYTES[recipe.optim.name] * trained
+    )
 
 
 def _require_tokenizer(recipe: Recipe, init_from: Path | None) -> None:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
+from tilemoe.train.adamw8bit import BLOCK
+from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors, split_name
 
 _MOST_RANDOM_BYTES = 1 << 16  # torch's has 5,056 on a CPU
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
@@ -102,16 +103,21 @@ def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
 
 
 def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-    """For a tensor of a parameter's state: a moment, sharded as its parameter is, or the number of steps.
+    """For a tensor of a parameter's state: a moment, sharded as its parameter is, or its codes and scales, or the
+    number of steps.
 
     ValueError: there is no such parameter, or its state cannot have that shape; no memory is taken for it.
     """
-    parameter = parameters.get(name.rpartition(".")[0])
+    of, _, part = split_name(name)
+    parameter = parameters.get(of)
     if parameter is None:
         raise ValueError(f"checkpoint: {name} is of no parameter of the model; use the settings it was trained with")
-    if tuple(shape) == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-    if math.prod(shape) != 1:
+    if part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
+        return torch.empty(tuple(shape), device=parameter.device)
+    if part != ".scale" and tuple(shape) == tuple(parameter.shape):
+        dtype = torch.uint8 if part else torch.float32
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if part or math.prod(shape) != 1:
         raise ValueError(
             f"checkpoint: {name} is {tuple(shape)} and its parameter {tuple(parameter.shape)}; use the settings it was "
             "trained with"

@@ -1,0 +1,89 @@
+"""AdamW with moments of a byte: torchao's updates near AdamW's; saved as plain tensors, and resumed to the bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import raises_one_line
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.train import adamw8bit
+from tilemoe.train.checkpoints.folder import find_latest
+from tilemoe.train.checkpoints.sharded_state import read_training, whole_tensors
+from tilemoe.train.config import OptimConfig, Recipe
+from tilemoe.train.job.processes import Job
+from tilemoe.train.optim import make_optimizer, optimizer_tensors, set_learning_rate
+from tilemoe.train.preflight import require_ready
+from tilemoe.train.run import train
+
+CONFIG = OptimConfig(lr=0.01, name="adamw8bit")
+
+
+def test_updates_are_near_adamw_s_and_moments_take_a_byte() -> None:
+    changes = []
+    for name in ("adamw", "adamw8bit"):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128)
+        before = model.weight.detach().clone()
+        optimizer = make_optimizer(model, replace(CONFIG, name=name))
+        for _ in range(4):
+            set_learning_rate(optimizer, 0.02)
+            model.weight.grad, model.bias.grad = torch.randn(128, 64), torch.randn(128)
+            optimizer.step()
+        changes.append(model.weight.detach() - before)
+    assert (changes[0] - changes[1]).norm() < 0.05 * changes[0].norm()
+    held = optimizer_tensors(model, optimizer)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in held.items() if name.startswith("weight")} == {
+        "weight.step": (torch.float32, ()),
+        "weight.exp_avg.codes": (torch.uint8, (128, 64)),
+        "weight.exp_avg.scale": (torch.float32, (32,)),
+        "weight.exp_avg_sq.codes": (torch.uint8, (128, 64)),
+        "weight.exp_avg_sq.scale": (torch.float32, (32,)),
+    }
+
+
+def recipe_of(moe_recipe: Recipe, out: Path, steps: int) -> Recipe:
+    """Its embeddings have moments of a byte; other parameters are too small."""
+    return replace(
+        moe_recipe,
+        optim=replace(moe_recipe.optim, name="adamw8bit", schedule="constant", warmup_steps=0),
+        train=replace(moe_recipe.train, steps=steps, out_dir=str(out), eval_every=0, sample_tokens=0),
+    )
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(moe_recipe: Recipe, tmp_path: Path) -> None:
+    for steps, out in ((5, "whole"), (3, "part")):
+        train(recipe_of(moe_recipe, tmp_path / out, steps))
+    train(recipe_of(moe_recipe, tmp_path / "part", 5), find_latest(tmp_path / "part"))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        whole, part = (load_file(tmp_path / out / "step_00000005" / file) for out in ("whole", "part"))
+        assert whole.keys() == part.keys()
+        assert all(torch.equal(part[name], tensor) for name, tensor in whole.items())
+    assert whole["embed.weight.exp_avg_sq.codes"].any()
+
+
+@pytest.mark.parametrize("part", ["codes", "scale"])
+def test_a_part_of_another_size_is_named(part: str, moe_recipe: Recipe, tmp_path: Path) -> None:
+    recipe = recipe_of(moe_recipe, tmp_path / "run", 1)
+    train(recipe)
+    files = [tmp_path / "run" / "step_00000001" / f"{what}.safetensors" for what in ("model", "optimizer")]
+    name = f"embed.weight.exp_avg.{part}"
+    held = load_file(files[1])
+    save_file(held | {name: held[name][1:].clone()}, files[1])
+    model = DecoderLM(recipe.model)
+    with raises_one_line(f"{name} is .* use the settings it was trained with"), whole_tensors(*files) as tensors:
+        read_training(tensors, model, make_optimizer(model, recipe.optim))
+
+
+def test_it_is_for_one_process_with_torchao(
+    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(moe_recipe, tmp_path / "run", 1)
+    with raises_one_line("optim.name 'adamw8bit' is for one process; use --optim.name adamw"):
+        require_ready(recipe, Job(rank=0, local_rank=0, world_size=2), is_new=True)
+    monkeypatch.setattr(adamw8bit, "find_spec", lambda name: None)
+    with raises_one_line("pip install 'tilemoe\\[fp8\\]', or use --optim.name adamw"):
+        require_ready(recipe, Job(rank=0, local_rank=0, world_size=1), is_new=True)
