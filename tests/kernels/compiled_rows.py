@@ -45,10 +45,12 @@ from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router.triton import RouterSpec, select_grad_launch, select_launch
 from tilemoe.kernels.router.triton_input_grad import input_grad
 from tilemoe.layers.attention import rotary_angles
+from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
+from tilemoe.testing import forward_and_grads, make_inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = {**NVIDIA, 89: Device(89, 99 * KB, 142)}
@@ -357,6 +359,20 @@ def few_row_gemms(
     up, a = few_rows.up_proj_act_launch(w1.new_zeros(tokens, d), w1, b1, plan, spec, block_m, device)
     down, _ = few_rows.down_proj_launch(a, w2, b2, plan, block_m, device)
     return up, down
+
+
+def layer_launches(device: Device, dtype: torch.dtype) -> list[Launch]:
+    """What the operator launches, forward and backward, with biases, and in inference: for 64 tokens, 2 experts and 2
+    per token, d 1536 and n 256."""
+    plan = topk_plan(64, 2, 2)
+    inputs = make_inputs(plan, 1536, 256, dtype=dtype, bias=True)
+    with recorded_launches(device) as launches:
+        forward_and_grads(moe, inputs, plan, kernels="triton")
+        # Alone, as where w1 is frozen; else up_proj_wgrad gives it in 16 bits.
+        bias_grad.up_proj_bias_grad(torch.zeros(128, inputs["b1"].shape[1], dtype=dtype), plan, device)
+        with torch.no_grad():
+            moe(plan=plan, **inputs, kernels="triton")
+    return launches
 
 
 def uneven_few_rows(dtype: torch.dtype) -> Row:

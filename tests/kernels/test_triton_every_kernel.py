@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from compiled_rows import ROWS, name_of
+from compiled_rows import ROWS, layer_launches, name_of
 from triton.runtime.jit import JITFunction
 from triton_compile import (
     CAPABILITIES,
@@ -31,7 +31,6 @@ from triton_compile import (
     count_loads_of_two_bytes,
     count_spill_loads,
     make_operands,
-    recorded_launches,
     row_gemm_launch,
     stack_bytes,
 )
@@ -45,11 +44,8 @@ from tilemoe.kernels.plan import triton as plan_module
 from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router import triton_input_grad as router_input
-from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
-from tilemoe.testing import forward_and_grads, make_inputs
 
 D, N, E, T, K = 1536, 256, 2, 64, 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
@@ -67,19 +63,6 @@ def dtype_name(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.backends.cuda.matmul.allow_tf32 = request.param == "tf32"
     yield request.param
     torch.backends.cuda.matmul.allow_tf32 = allowed
-
-
-def layer_launches(device: Device, dtype: torch.dtype) -> list[Launch]:
-    """What the operator launches, forward and backward, with biases, and in inference."""
-    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    inputs = make_inputs(plan, D, N, dtype=dtype, bias=True)
-    with recorded_launches(device) as launches:
-        forward_and_grads(moe, inputs, plan, kernels="triton")
-        # Alone, as where w1 is frozen; else up_proj_wgrad gives it in 16 bits.
-        bias_grad.up_proj_bias_grad(torch.zeros(T * K, inputs["b1"].shape[1], dtype=dtype), plan, device)
-        with torch.no_grad():
-            moe(plan=plan, **inputs, kernels="triton")
-    return launches
 
 
 def is_gemm(launch: Launch) -> bool:
