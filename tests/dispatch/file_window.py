@@ -34,4 +34,4 @@ class FileTransports(Transports):
             memory = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
             return memory, [each.data_ptr() for each in memory]
 
-        return window.Windows(self.group, device, allocate, **self._options)
+        return window.Windows(self.group, device, self.layers, allocate, **self._options)

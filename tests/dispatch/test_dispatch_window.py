@@ -14,6 +14,7 @@ QUICK = (
     window_checks.check_an_overflow,
     window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,
     window_checks.check_what_a_layer_saves,
+    window_checks.check_saved_bytes_follow_each_layer,
     window_checks.check_one_graph,
 )
 

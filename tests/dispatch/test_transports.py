@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tilemoe.dispatch import window
+from tilemoe.dispatch.base import LayerRoom
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.collective import Collective
 from tilemoe.dispatch.window import Windows, symmetric_memory, why_unsupported
@@ -93,13 +94,14 @@ def test_the_regions_of_a_window() -> None:
     limits, ranks = Limits(tokens=300, pairs=2400, capacity=3600, score_words=2, row_bytes=1028), 3
     layout = layout_of(limits, ranks)
     sizes = [
-        4 * (2 * ranks + 2), 4 * ranks * 300, 4 * 2400 * 3, 300 * 1028, 8 * 3600, most_received(limits, ranks) * 1028,
+        4 * (2 * ranks + 2), 4 * ranks * 300, 4 * 2400 * 3, 300 * 1028, 8 * 3600,
+        most_received(limits, ranks, 3600) * 1028,
     ]  # fmt: skip
     assert layout.sizes >= HEADER_BYTES
     assert not any(begin % 128 for begin in layout)
     assert all(0 <= end - begin - size < 128 for (begin, end), size in zip(pairwise(layout), sizes, strict=True))
-    assert most_received(limits, ranks) == 900, "each token once"
-    assert most_received(limits._replace(capacity=700), ranks) == 700, "none without a pair"
+    assert most_received(limits, ranks, 3600) == 900, "each token once"
+    assert most_received(limits, ranks, 700) == 700, "none without a pair"
 
 
 @pytest.fixture
@@ -116,7 +118,8 @@ def windows(opened: list[int], **options: Any) -> Windows:
         opened.append(size)
         return None, [0, 0, 0]
 
-    return Windows(SimpleNamespace(group_name="three"), CPU, allocate, **options)  # type: ignore[arg-type]
+    layers = [LayerRoom(), LayerRoom()]
+    return Windows(SimpleNamespace(group_name="three"), CPU, layers, allocate, **options)  # type: ignore[arg-type]
 
 
 def test_what_a_window_has_room_for(opened: list[int]) -> None:
@@ -137,6 +140,27 @@ def test_what_a_window_has_room_for(opened: list[int]) -> None:
     assert len(opened) == 4
     assert opened[-1] == every.layout.bytes
     assert windows([], max_tokens=5000).with_room(300, 2400, 1, 512).view.limits.tokens == 5120
+
+
+def test_what_a_layer_has_room_for(opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share more than it received, on a grid of 1/128 of the pairs; in a window that only `learn` widens."""
+    own = windows(opened, capacity=1.25)
+    own.with_room(300, 2400, 1, 512)
+    first, other = own._layers
+    assert (first.rows, int(first.index)) == (own.rows, 0) == (13568, 0), "nothing is known"
+    own.learn([8000, 0], most=9000)
+    assert [first.rows, other.rows] == [8320, 1], "8,200, of the grid of 128; an empty layer has room, too"
+    own.grow(8400, layer=0)
+    assert [first.rows, other.rows, len(opened)] == [9472, 1, 1], "an eighth more, in that layer alone"
+    own.learn([20000, 10], most=22000)
+    assert [first.rows, other.rows, own.rows, len(opened)] == [20608, 128, 22656, 2]
+    own.learn([10**6, 10], most=10**6)
+    assert first.rows == own.rows == 3 * 10112, "all of all ranks"
+    own.forget()
+    assert [first.rows, other.rows] == [3 * 10112, 13568]
+    monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [mine, (2000, 16000, 0, 1, 2048), mine])
+    own.with_room(300, 2400, 1, 4096)
+    assert first.rows == other.rows == own._usual > 13568, "what layers received of fewer tokens says nothing"
 
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,9 +199,9 @@ def through_a_window(
 
     def run() -> None:
         x = zeros(tokens, width, dtype=dtype)
-        window.put_tokens(view, x, state.new_empty((layout.tokens - layout.sizes) // 4))
-        agreed, counts, came = window.agree(view)
-        places = window.plan_pulled(view, agreed, counts, came, 128 // ranks)[-1]
+        window.put_tokens(view, x, state.new_empty((layout.tokens - layout.sizes) // 4), limits.capacity)
+        agreed, counts, came = window.agree(view, state.new_empty(1))
+        places = window.plan_pulled(view, agreed, counts, came, 128 // ranks, limits.capacity)[-1]
         received = window.pull_rows(view, x, agreed, counts, places)
         if dtype != torch.int32:
             window.put_results(view, received, scores, counts)

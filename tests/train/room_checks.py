@@ -26,6 +26,7 @@ from tilemoe.layers.experts import capacity_of
 from tilemoe.models.generate import generate
 from tilemoe.routing import topk
 from tilemoe.testing import assert_equal
+from tilemoe.train import room
 from tilemoe.train.checkpoints.restore import build_shared_model
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig, load_recipe
 from tilemoe.train.datasets import prepare_data
@@ -69,7 +70,9 @@ def windows_in_files(share: float) -> Iterator[None]:
     def make(transports: Transports, device: torch.device) -> Windows:
         of_group = folder() / f"windows of {dist.get_global_rank(transports.group, 0)}"
         of_group.mkdir(exist_ok=True)
-        found = FileTransports(transports.group, of_group)._make(device)
+        by_files = FileTransports(transports.group, of_group)
+        by_files.layers = transports.layers
+        found = by_files._make(device)
         found._capacity = share
         return found
 
@@ -83,7 +86,9 @@ def windows_in_files(share: float) -> Iterator[None]:
 
 def shrink(windows: Windows, rows: int) -> None:
     """As if there had been room for so many rows from the start."""
-    windows._limits, windows._capacity = windows._limits._replace(capacity=rows), 0.0
+    windows._limits, windows._capacity, windows._usual = windows._limits._replace(capacity=rows), 0.0, rows
+    for layer in windows._layers:
+        layer.rows = min(layer.rows, rows)
     if windows._window is not None:
         windows._open(windows._limits)
 
@@ -154,7 +159,7 @@ def once(steps: set[int], does: Callable[[Windows], None]) -> Plant:
 
 def assert_repeated_run_is_the_same(name: str, steps: int, **parallel: Any) -> list[str]:
     """Room for few rows in the last step, in the first group of processes alone if there are more, and in the
-    evaluation after it.
+    evaluation after it; that run alone learns what its layers need.
     """
     with windows_in_files(share=float(dist.get_world_size())):
         whole, nothing = trained(recipe(f"{name} whole", steps, **parallel))
@@ -164,7 +169,9 @@ def assert_repeated_run_is_the_same(name: str, steps: int, **parallel: Any) -> l
             if dist.get_rank() < windows.ranks:
                 shrink(windows, ROWS)
 
-        repeated, lines = trained(recipe(f"{name} repeated", steps, **parallel), once({steps - 1, steps}, does))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(room, "_STEPS", 1)
+            repeated, lines = trained(recipe(f"{name} repeated", steps, **parallel), once({steps - 1, steps}, does))
     assert nothing == [line for line in lines if re.match(r"step \d/", line)]
     assert_same_run(whole, repeated)
     assert torch.equal(torch.get_rng_state(), state)
@@ -173,8 +180,7 @@ def assert_repeated_run_is_the_same(name: str, steps: int, **parallel: Any) -> l
 
 def check_a_step_with_too_little_room_is_repeated() -> None:
     lines = assert_repeated_run_is_the_same("two", 1)
-    assert lines[0].startswith("step 1 is repeated: a process was to receive ")
-    assert lines[0].endswith(f" rows, and had room for {ROWS}")
+    assert re.fullmatch(r"step 1 is repeated: a process was to receive \d+ rows in layer 0, and lacked room", lines[0])
     assert lines[-1].startswith("a batch of the evaluation after step 1 is repeated: ")
     if dist.get_rank() == 0:
         record = next(read_metrics(folder() / "two repeated" / "metrics.jsonl"))
@@ -189,7 +195,7 @@ def check_one_group_of_two_repeats_a_step_that_both_take() -> None:
     """Weights and gradients stay whole between micro-batches, and blocks are computed twice."""
     kept = {"between_micro_batches": "weights_and_gradients", "reshard_after_forward": False}
     lines = assert_repeated_run_is_the_same("four", 2, expert=2, checkpointing="block", **kept)
-    assert lines[0].endswith(f" rows, and had room for {ROWS}")
+    assert lines[0].endswith(" rows in layer 0, and lacked room")
 
 
 def check_generation_says_that_rows_did_not_fit() -> None:
@@ -199,14 +205,14 @@ def check_generation_says_that_rows_did_not_fit() -> None:
         expected = generate(model, prompt, 2, temperature=0.0)
         windows = capacity_of(model, CPU)
         assert isinstance(windows, Windows)
-        room = windows.rows
+        rows = windows.rows
         shrink(windows, 1)
-        with raises_one_line(r"a process would have received \d+ rows, and has room for 1: .* NaN"):
+        with raises_one_line(r"a process would have received \d+ rows in layer 0, more than it has room for: .* NaN"):
             generate(model, prompt, 2)
-        windows.grow(room)
-        assert windows.rows == room
+        windows.grow(rows)
+        assert windows.rows == rows
         grown = windows._window
-        windows.grow(room)
+        windows.grow(rows)
         assert windows._window is grown, "there is room for all"
         assert torch.equal(generate(model, prompt, 2, temperature=0.0), expected)
 

@@ -42,19 +42,28 @@ class Planted:
     """A capacity, of a device where so many rows are to be received in each work."""
 
     def __init__(self, rows: int, memory: int = 1000) -> None:
-        self.rows, self.memory, self.arriving, self.grown = rows, memory, 0, 0
+        self.rows, self.memory, self.arriving, self.forgotten = rows, memory, 0, 0
+        self.learnt: list[tuple[list[int], int]] = []
 
     def overflow(self) -> Tensor:
-        return torch.tensor([self.arriving if self.arriving > self.rows else 0, 0])
+        return torch.tensor([self.arriving, 0, 5] if self.arriving > self.rows else [0, 0, 0])
 
     def check(self) -> None:
         raise ValueError("a process had 9 tokens")
 
-    def grow(self, rows: int) -> None:
-        self.grown += 1
+    def grow(self, rows: int, layer: int) -> None:
+        assert layer == 5
         if rows > self.memory:
             raise RuntimeError("rank 0 has no memory")
         self.rows = rows + rows // 8
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def learn(self, rows: list[int], most: int) -> None:
+        self.learnt.append((rows, most))
+        if most > self.memory:
+            raise RuntimeError("rank 0 has no memory")
 
 
 @pytest.fixture
@@ -67,17 +76,27 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Room, Planted, 
     return make
 
 
-def test_there_is_more_room_between_steps_before_it_is_needed(made: Any) -> None:
+def test_each_layer_learns_from_the_last_steps(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_STEPS", 3)
     found, planted, said = made(160)
-    found.learn(150)
-    assert (planted.rows, planted.grown) == (160, 0)
-    found.learn(151)
-    assert planted.rows == 169
-    planted.memory = 0
+    for step in ([9, 1], [2, 2], [3, 4], [4, 3]):
+        found.learn(step, 2 * max(step))
+    assert planted.learnt == [([9, 4], 18), ([4, 4], 8)]
+    planted.memory = 7
     for _ in range(2):
-        found.learn(169)
-    assert (planted.rows, planted.grown) == (169, 2), "it tries once"
-    assert said == ["no room for more than 169 rows: rank 0 has no memory"]
+        found.learn([1, 1], 2)
+    assert planted.learnt[2:] == [([4, 4], 8), ([4, 3], 0)], "it tries once, and each layer still learns"
+    assert said == ["no room for more than 160 rows: rank 0 has no memory"]
+
+
+def test_more_layers_than_one_that_have_learnt_too_little(made: Any) -> None:
+    found, planted, said = made(16)
+    needs = iter([20, 40, 80, 1])
+    found._layers = 3
+    found.until_it_fits(lambda: setattr(planted, "arriving", next(needs)), "step 3")
+    assert (len(said), planted.forgotten) == (3, 1), "not one repeat for each"
+    found.until_it_fits(lambda: None, "step 4")
+    assert planted.forgotten == 1
 
 
 def test_what_ends_in_one_line(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +108,6 @@ def test_what_ends_in_one_line(made: Any, monkeypatch: pytest.MonkeyPatch) -> No
         found.until_it_fits(lambda: setattr(planted, "arriving", planted.rows + 1), "step 3", forwards=2)
     assert (len(said), found.repeats) == (1, 1), "there is no layer that could have had no room"
     found, planted, _ = made(16)
-    monkeypatch.setattr(planted, "overflow", lambda: torch.tensor([0, 9]))
+    monkeypatch.setattr(planted, "overflow", lambda: torch.tensor([0, 9, 0]))
     with raises_one_line("^a process had 9 tokens$"):
         found.until_it_fits(lambda: None, "step 3")

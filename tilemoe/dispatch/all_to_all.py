@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from tilemoe.dispatch.base import Capacity, Dispatched
+from tilemoe.dispatch.base import Capacity, Dispatched, LayerRoom
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.collective import Collective
 from tilemoe.plan import RoutingPlan
@@ -58,6 +58,8 @@ class AllToAllDispatcher:
             )
         self.transports, self.experts_per_rank = transports, num_experts // ranks
         self.gradient_divide_factor, self._precision_of = gradient_divide_factor, precision_of
+        self._room = LayerRoom()
+        transports.layers.append(self._room)
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
@@ -69,7 +71,7 @@ class AllToAllDispatcher:
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would do, but before x is sent
         precision = "bf16" if self._precision_of is None else self._precision_of(x)
-        return self.transports.of(x.device).dispatch(x, plan, scores, precision)
+        return self.transports.of(x.device).dispatch(x, plan, scores, precision, self._room)
 
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
         assert dispatched.sent is not None, "the other half of what `dispatch` gave"

@@ -5,6 +5,7 @@ T tokens of this process · M tokens at its experts · d model width · E expert
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -43,8 +44,18 @@ class Dispatched(NamedTuple):
         return nullcontext() if self.sent is None else self.sent.saving(self.x)
 
 
+class LayerRoom:
+    """Of one layer, in this process. rows: that it can receive, 0 before any were sent · index (1,) int32: the layer's,
+    on the device.
+    """
+
+    rows = 0
+    index: Tensor
+
+
 class Capacity(Protocol):
-    """Room for the rows that ranks receive, where it is fixed before those are known; the same on all ranks of a group.
+    """Room for the rows that ranks receive, where it is fixed before those are known. Each layer has its own on each
+    rank (`LayerRoom`), up to ``rows``, the same on all ranks of a group.
 
     What does not fit makes outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
     dispatch raises, as soon as the host has heard of it, unless ``is_watched`` says that somebody asks after each step.
@@ -54,12 +65,12 @@ class Capacity(Protocol):
 
     @property
     def rows(self) -> int:
-        """That a rank has room for; 0 before anything was sent."""
+        """The most that any layer can have room for; 0 before anything was sent."""
         ...
 
     def overflow(self) -> Tensor:
-        """(2,) integers on the device: what did not fit first of the rows that a rank was to receive, and of the tokens
-        that it had; 0 where all did.
+        """(3,) integers on the device: what did not fit first of the rows that a rank was to receive, and of the tokens
+        that it had, 0 where all did; the layer of those rows.
         """
         ...
 
@@ -67,8 +78,19 @@ class Capacity(Protocol):
         """ValueError if something did not fit; it waits for the device."""
         ...
 
-    def grow(self, rows: int) -> None:
-        """Make room for these and some more. RuntimeError: there is no memory for them."""
+    def grow(self, rows: int, layer: int | None = None) -> None:
+        """Make room for these and some more, in one layer or in all. RuntimeError: there is no memory for them."""
+        ...
+
+    def forget(self) -> None:
+        """What was learnt: no layer has less room than one of which nothing is known."""
+        ...
+
+    def learn(self, rows: Sequence[int], most: int) -> None:
+        """Give each layer room for as many rows as this rank received there, and few more. ``most``: rows that any of
+        the group's ranks received in any layer. All ranks call it. RuntimeError: there is no memory for those; then
+        nothing has changed.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tilemoe.checks import require_bool, require_choice, require_int
 from tilemoe.config import EXCHANGES
+from tilemoe.dispatch.base import LayerRoom
 from tilemoe.dispatch.collective import Collective
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class Transports:
     """The transport of one group. All ranks make it together when rows are first sent, because their device decides.
 
     ``exchange``: "collective", by ``all_to_all_single``; "symmetric", through windows in memory that all GPUs read;
-    "auto", the latter if it is possible. All layers share the window. ``keep_received``: see `ParallelConfig`;
+    "auto", the latter if it is possible. All ``layers`` share the window. ``keep_received``: see `ParallelConfig`;
     ``max_tokens``: see `expert_parallel`.
     """
 
@@ -31,6 +32,7 @@ class Transports:
         require_bool("keep_received", keep_received)
         require_int("max_tokens", max_tokens, 0)
         self.group, self.exchange, self.keep_received, self.max_tokens = group, exchange, keep_received, max_tokens
+        self.layers: list[LayerRoom] = []
         self._made: dict[torch.device, Collective | Windows] = {}
 
     def of(self, device: torch.device) -> Collective | Windows:
@@ -46,7 +48,8 @@ class Transports:
 
         why = window.why_unsupported(self.group, device)
         if why is None:
-            return window.Windows(self.group, device, keep_received=self.keep_received, max_tokens=self.max_tokens)
+            keep, most = self.keep_received, self.max_tokens
+            return window.Windows(self.group, device, self.layers, keep_received=keep, max_tokens=most)
         if self.exchange == "symmetric":
             raise ValueError(f"exchange='symmetric': {why}; pass 'auto' or 'collective'")
         return Collective(self.group)

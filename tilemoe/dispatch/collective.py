@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilemoe.dispatch.base import Dispatched
+from tilemoe.dispatch.base import Dispatched, LayerRoom
 from tilemoe.kernels.choose import choose_expert_parallel, choose_experts, choose_packing
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.dense import compute_dtype
@@ -69,8 +69,10 @@ class Collective:
         self.group = group
 
     @torch.compiler.disable  # a graph cannot contain sizes that the host reads
-    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str) -> Dispatched:
-        """See `Dispatcher`. precision: in what x and do are sent, "bf16", their own dtype, or "fp8", e4m3."""
+    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
+        """See `Dispatcher`. precision: in what x and do are sent, "bf16", their own dtype, or "fp8", e4m3. room: not
+        used, as any number of rows fits.
+        """
         return Dispatched(*_ToExperts.apply(x, scores, plan, self.group, precision))
 
 

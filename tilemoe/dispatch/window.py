@@ -3,15 +3,16 @@ ones.
 
 W ranks · T tokens, P pairs of this rank · Q pairs that it receives
 
-What a window has room for is fixed while it is open (`Limits`); what arrives is known on the device alone. What does
-not fit makes the layer's output NaN on every rank, and is kept in the window's state until `Windows.check` reads it.
+What a window has room for is fixed while it is open (`Limits`), and what a layer receives within a step (`LayerRoom`);
+what arrives is known on the device alone. What does not fit makes the layer's output NaN on every rank, and is kept in
+the window's state until `Windows.check` reads it.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,12 +22,12 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tilemoe.dispatch.base import Dispatched
+from tilemoe.dispatch.base import Dispatched, LayerRoom
 from tilemoe.kernels.expert_parallel.triton_window import (
     HEADER_BYTES,
     MAX_RANKS,
+    NEEDED_LAYER,
     NEEDED_ROWS,
-    NEEDED_TOKENS,
     RESULTS,
     STATE,
     TOKENS,
@@ -44,6 +45,9 @@ from tilemoe.runtime.device import why_no_triton
 T = TypeVar("T")
 SLACK_ROWS = 1024  # of a window's capacity: few tokens are routed less evenly than many
 _ROUNDED = 128  # limits are multiples
+_SPARE = 1 / 40  # of the rows that a layer received: room for as many more
+_STEPS = 128  # of room, as shares of the pairs: few layouts, so that launches recorded for one serve many layers
+_EAGER_FIRST = "all ranks open a window together: call the model once outside of torch.compile before fullgraph=True"
 _names = itertools.count()
 
 
@@ -146,16 +150,18 @@ class SentByWindow(NamedTuple):
 
 
 class Windows:
-    """The window of a group of ranks that all layers of a model share, and the larger ones that replace it.
+    """The window of a group of ranks that all ``layers`` of a model share, and the larger ones that replace it.
 
-    capacity: the rows that a rank can receive, as a share of the most pairs that one sends, plus `SLACK_ROWS`.
-    max_tokens: for which there is room from the start, where some rank will have more than any at first.
+    capacity: the rows that a rank can receive in a layer of which nothing is known, as a share of the most pairs that
+    one sends, plus `SLACK_ROWS`. max_tokens: for which there is room from the start, where some rank will have more
+    than any at first.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         device: torch.device,
+        layers: Sequence[LayerRoom],
         allocate: Callable[[dist.ProcessGroup, torch.device, int], Memory] = symmetric_memory,
         capacity: float = 1.5,
         keep_received: bool = False,
@@ -163,6 +169,7 @@ class Windows:
     ) -> None:
         self._keep_received, self._max_tokens, self.is_watched = keep_received, max_tokens, False
         self._group, self._device, self._allocate, self._capacity = group, device, allocate, capacity
+        self._layers, self._usual = layers, 0  # the room of a layer of which nothing is known
         self.here, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._window: OpenWindow | None = None
         self._limits = Limits(0, 0, 0, 1, 0)
@@ -184,21 +191,25 @@ class Windows:
                     "max_tokens=, the most of any process, or exchange='collective', to expert_parallel"
                 )
         if self._window is None or grows:
-            rows, _ = self.needed()
+            rows, _, layer = self.needed()
             self._open(Limits(tokens, pairs, 0, score_words, row_bytes))
-            self.overflow()[0] = self._alarm[0] = rows  # not forgotten with the window that had no room for them
+            self.overflow()[0], self.overflow()[2] = rows, layer  # of a window that had no room for them
+            self._alarm[0] = rows
         assert self._window is not None, "just opened"
         return self._window
 
-    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str) -> Dispatched:
-        """See `Dispatcher`. precision: see `Sent`."""
+    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
+        """See `Dispatcher`. precision: see `Sent`. room: of this layer."""
         if not self.is_watched and not torch.compiler.is_compiling() and self._alarm.any():
             self.check()
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
         row_bytes = x.element_size() * x.shape[1]
         window = self.with_room(plan.num_tokens, plan.num_pairs, s.element_size() // 4, row_bytes)
+        if room.rows == 0:
+            self._begin()
+        rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may be larger
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-        received, s, *rest = to_experts(x, s, *arrays, precision, window)
+        received, s, *rest = to_experts(x, s, *arrays, room.index, rows, precision, window)
         here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5])
         return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window, self._keep_received))
 
@@ -209,30 +220,68 @@ class Windows:
     def overflow(self) -> Tensor:
         """See `Capacity`."""
         if self._window is None:
-            return torch.zeros(2, dtype=torch.int32, device=self._device)
-        return self._window.view.state[NEEDED_ROWS.value : NEEDED_TOKENS.value + 1]
+            return torch.zeros(3, dtype=torch.int32, device=self._device)
+        return self._window.view.state[NEEDED_ROWS.value : NEEDED_LAYER.value + 1]
 
-    def needed(self) -> tuple[int, int]:
-        """(rows, tokens) that would have had to fit, 0 where all did; a host sync. The same on all ranks."""
-        rows, tokens = self.overflow().tolist()
-        return rows, tokens
+    def needed(self) -> tuple[int, int, int]:
+        """(rows, tokens) that would have had to fit, 0 where all did, and the rows' layer; a host sync. The same on all
+        ranks.
+        """
+        rows, tokens, layer = self.overflow().tolist()
+        return rows, tokens, layer
 
     def check(self) -> None:
         """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
-        rows, tokens = self.needed()
+        rows, tokens, layer = self.needed()
         if rows or tokens:
-            self._forget()
-            raise ValueError(self._problem(rows, tokens))
+            self._clear()
+            raise ValueError(self._problem(rows, tokens, layer))
 
-    def grow(self, rows: int) -> None:
-        """Open a window in which a rank can receive ``rows`` pairs and an eighth more, unless it can receive all that
-        there are. All ranks must call it. RuntimeError: they have no memory for it.
+    def grow(self, rows: int, layer: int | None = None) -> None:
+        """Room for ``rows`` pairs and an eighth more, or for all that there are: a larger window, if this one is too
+        small. layer: that has it; None: all have. All ranks must call it. RuntimeError: they have no memory for it.
         """
-        self._forget()
-        if self.rows < self._limits.pairs * self.ranks:
-            self._open(self._limits._replace(capacity=rows + rows // 8))
+        self._clear()
+        wanted = self._at_most_all(_rounded(rows + rows // 8))
+        self._widen(wanted)
+        if layer is None:
+            self._usual = max(self._usual, wanted)
+        for each in self._layers if layer is None else [self._layers[layer]]:
+            each.rows = max(each.rows, wanted)
 
-    @torch.compiler.disable  # all ranks meet there
+    def forget(self) -> None:
+        """See `Capacity`."""
+        for layer in self._layers:
+            layer.rows = max(layer.rows, self._usual)
+
+    def learn(self, rows: Sequence[int], most: int) -> None:
+        """See `Capacity`."""
+        self._widen(self._room_for(most))
+        for layer, own in zip(self._layers, rows, strict=True):
+            layer.rows = min(self._room_for(own), self.rows)
+
+    def _room_for(self, rows: int) -> int:
+        step = _rounded(max(1, self._limits.pairs // _STEPS))
+        return self._at_most_all(-(-int(rows * (1 + _SPARE)) // step) * step)
+
+    def _at_most_all(self, rows: int) -> int:
+        """A room that is not empty, and not for more than all pairs of all ranks."""
+        return max(1, min(rows, _rounded(self._limits.pairs * self.ranks)))
+
+    def _widen(self, rows: int) -> None:
+        """Open a window for so many, if they are too many for this one."""
+        if rows > self.rows:
+            self._open(self._limits._replace(capacity=rows))
+
+    @torch.compiler.disable(reason=_EAGER_FIRST)
+    def _begin(self) -> None:
+        """For layers of which nothing is known."""
+        for index, layer in enumerate(self._layers):
+            if layer.rows == 0:
+                layer.rows = self._usual
+                layer.index = torch.tensor([index], dtype=torch.int32, device=self._device)
+
+    @torch.compiler.disable(reason=_EAGER_FIRST)
     def _open(self, more: Limits) -> None:
         """A window for the largest of these limits, of those so far, and of the other ranks'."""
         asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
@@ -241,9 +290,13 @@ class Windows:
             pairs_per_token = -(-limits.pairs // limits.tokens)
             limits = limits._replace(tokens=max(limits.tokens + limits.tokens // 4, self._max_tokens))
             limits = limits._replace(pairs=max(limits.pairs, limits.tokens * pairs_per_token))
-        usual = int(limits.pairs * self._capacity) + SLACK_ROWS
-        capacity = min(max(limits.capacity, usual), limits.pairs * self.ranks)
-        tokens, pairs, capacity = (_rounded(each) for each in (limits.tokens, limits.pairs, capacity))
+        tokens, pairs = _rounded(limits.tokens), _rounded(limits.pairs)
+        usual = _rounded(min(int(limits.pairs * self._capacity) + SLACK_ROWS, limits.pairs * self.ranks))
+        if pairs > self._limits.pairs:  # what layers received of fewer says nothing
+            self._usual = max(self._usual, usual)
+            for layer in self._layers:
+                layer.rows = 0
+        capacity = max(min(limits.capacity, _rounded(pairs * self.ranks)), self._usual)
         limits = limits._replace(tokens=tokens, pairs=pairs, capacity=capacity)
         layout = layout_of(limits, self.ranks)
         memory, addresses = self._allocate(self._group, self._device, layout.bytes)
@@ -255,8 +308,9 @@ class Windows:
         view = Window(*tensors, self.here, limits, layout)
         self._limits = limits
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
+        self._begin()
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_EAGER_FIRST)
     def _do_all_grow(self, tokens: int, pairs: int) -> bool:
         """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's
         own.
@@ -264,12 +318,12 @@ class Windows:
         view = self._view()
         index = torch.zeros((view.layout.tokens - view.layout.sizes) // 4, dtype=torch.int32)
         index[2 * self.ranks : 2 * self.ranks + 2] = torch.tensor([tokens, pairs])
-        put_tokens(view, view.state.new_empty(0, 1), index.to(self._device))
-        _, counts, _ = agree(view)
+        put_tokens(view, view.state.new_empty(0, 1), index.to(self._device), self.rows)
+        _, counts, _ = agree(view, view.state)
         return int(counts[3]) == self.ranks
 
-    def _forget(self) -> None:
-        """What did not fit."""
+    def _clear(self) -> None:
+        """Forget what did not fit."""
         self.overflow().zero_()
         self._alarm[:] = 0
 
@@ -277,13 +331,13 @@ class Windows:
         assert self._window is not None, "there is a window"
         return self._window.view
 
-    def _problem(self, rows: int, tokens: int) -> str:
+    def _problem(self, rows: int, tokens: int, layer: int) -> str:
         if tokens:
             return (
                 f"a process had {tokens} tokens, and those that share its experts have room for {self._limits.tokens}"
             )
         return (
-            f"a process would have received {rows} rows, and has room for {self._limits.capacity}: outputs of that "
+            f"a process would have received {rows} rows in layer {layer}, more than it has room for: outputs of that "
             "step are NaN; take fewer tokens, or exchange='collective' (--parallel.exchange collective)"
         )
 

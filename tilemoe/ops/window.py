@@ -1,7 +1,7 @@
 """Operators of expert parallelism through a window that all ranks read: tokens to their experts, and results back.
 
-T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that a rank receives · e experts of a rank · d
-model width
+T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that this rank receives in a layer · e experts of
+a rank · d model width
 
 Each operator is one exchange (`tilemoe.kernels.expert_parallel.triton_window`); all ranks run the same ones in the same
 order. No value is read on the host, so they may be part of a CUDA graph, or of one of torch.compile.
@@ -66,10 +66,15 @@ def _to_experts(
     pair_of_row: Tensor,
     pair_start_of_token: Tensor | None,
     row_start_of_expert: Tensor,
+    layer: Tensor,
+    room: int,
     precision: str,
     window: OpenWindow,
 ) -> tuple[Tensor, ...]:
-    """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`."""
+    """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`.
+
+    layer (1,): its number, kept if its rows do not fit. room: Q_max.
+    """
     view, tokens = window.view, x.shape[0]
     routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks)
     rows = _as_sent(x, precision)
@@ -78,10 +83,10 @@ def _to_experts(
     steps = choose_expert_parallel(x.device, tokens, pairs, experts, view.ranks).impl
     before = steps.count_sent(routed, sizes)
     copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
-    kernels.put_tokens(view, rows, index)
-    agreed, counts, came = kernels.agree(view)
+    kernels.put_tokens(view, rows, index, room)
+    agreed, counts, came = kernels.agree(view, layer)
     *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(
-        view, agreed, counts, came, routed.experts_per_rank
+        view, agreed, counts, came, routed.experts_per_rank, room
     )
     received = _as_given(kernels.pull_rows(view, rows, agreed, counts, token_of_received), x.dtype, precision)
     return (received, s, *plan, rows_per_expert, agreed, counts, token_of_received, copy_of_token, position_of_pair)
@@ -102,16 +107,15 @@ def _index_of(view: kernels.Window, like: Tensor, pairs: int) -> tuple[Tensor, T
 
 def _to_experts_fake(
     x: Tensor, scores: Tensor, row_of_pair: Tensor, pair_of_row: Tensor, start: Any, row_start_of_expert: Tensor,
-    precision: str, window: OpenWindow,
+    layer: Tensor, room: int, precision: str, window: OpenWindow,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    view = window.view
-    ranks, most, capacity = view.ranks, kernels.most_received(view.limits, view.ranks), view.limits.capacity
+    ranks, most = window.view.ranks, kernels.most_received(window.view.limits, window.view.ranks, room)
     experts = (row_start_of_expert.shape[0] - 1) // ranks
-    plan = (capacity, capacity, capacity, most + 1, experts + 1, experts)
+    plan = (room, room, room, most + 1, experts + 1, experts)
     places = (kernels.AGREED * ranks, 4, most, x.shape[0] * ranks, row_of_pair.shape[0])
     lengths = (*plan, *places)
     indices = (row_of_pair.new_empty(length) for length in lengths)
-    return (x.new_empty(most, x.shape[1]), scores.new_empty(capacity), *indices)
+    return (x.new_empty(most, x.shape[1]), scores.new_empty(room), *indices)
 
 
 def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -174,7 +178,7 @@ def _to_experts_again(x: Tensor, *rest: Any) -> Tensor:
     """x or do (T, d) -> (M_max, d), of the tokens at this rank's experts."""
     *places, precision, window = rest
     at, rows = Places(*places), _as_sent(x, precision)
-    kernels.put_tokens(window.view, rows, None)
+    kernels.put_tokens(window.view, rows, None, 0)
     pulled = kernels.pull_rows(window.view, rows, at.agreed, at.counts, at.token_of_received)
     return _as_given(pulled, x.dtype, precision)
 
@@ -201,7 +205,8 @@ to_experts = Operator(
     "to_experts",
     _to_experts,
     "(Tensor x, Tensor scores, Tensor row_of_pair, Tensor pair_of_row, Tensor? pair_start_of_token, "
-    f"Tensor row_start_of_expert, str precision, str window) -> (Tensor, Tensor, {_INDICES})",
+    "Tensor row_start_of_expert, Tensor layer, SymInt room, str precision, str window) -> "
+    f"(Tensor, Tensor, {_INDICES})",
     _to_experts_fake,
     _ARGUMENTS,
     compiles_first=False,

@@ -168,10 +168,13 @@ def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
     return rows
 
 
-def rows_of_ranks(module: nn.Module, rows: Tensor) -> Tensor:
-    """(..., W) rows of each of the W processes that share the experts of ``module``, from `rows_of_experts`."""
+def rows_of_ranks(module: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
+    """(..., W) rows of each of the W processes that share the experts of ``module``, from `rows_of_experts`; and which
+    of them this one is.
+    """
     group = _group_of(module)
-    return rows.unflatten(-1, (1 if group is None else dist.get_world_size(group), -1)).sum(-1)
+    ranks, here = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    return rows.unflatten(-1, (ranks, -1)).sum(-1), here
 
 
 def _group_of(module: nn.Module) -> dist.ProcessGroup | None:

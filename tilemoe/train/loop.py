@@ -53,8 +53,8 @@ from tilemoe.train.progress import Reporter, Speed, StepStats
 from tilemoe.train.room import Room
 
 GPU_TILE = 128  # rows of a tile of the GPU kernels' products
-_ROOM = slice(3, 6)  # of a process' values: rows and tokens that did not fit, and the most rows that one received
-_PER_LAYER = 8  # numbers of each layer that follow
+_ROOM = slice(3, 7)  # of a process' values: `Room.overflow`, and the most rows that one of its group received
+_PER_LAYER = 9  # numbers of each layer that follow: those of `StepStats`, and the most rows that this process received
 _SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
 
 
@@ -219,7 +219,7 @@ class Trainer:
         values, pairs = self._room.until_it_fits(
             self._gradients,
             f"step {self.step + 1}",
-            lambda found: [row[_ROOM][:2] for row in found.values],
+            lambda found: [row[_ROOM][:3] for row in found.values],
             self.optimizer.zero_grad,
             forwards=train.accumulation,
         )
@@ -232,12 +232,13 @@ class Trainer:
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
         means = [sum(column) / len(values) for column in zip(*values, strict=True)]
         layers, first = len(pairs), _ROOM.stop
-        per_layer = [[round(v, 4) for v in means[first + i * layers :][:layers]] for i in range(_PER_LAYER)]
+        per_layer = [[round(v, 4) for v in means[first + i * layers :][:layers]] for i in range(_PER_LAYER - 1)]
         stats = StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
         if (capacity := self._room.rows) is not None:
-            most_rows = [round(row[_ROOM][2]) for row in values]
+            most_rows = [round(row[_ROOM][3]) for row in values]
             stats = replace(stats, capacity=capacity, most_rows=max(most_rows), repeats=self._room.repeats)
-            self._room.learn(most_rows[self.job.rank])
+            own = values[self.job.rank][first + layers * (_PER_LAYER - 1) :]
+            self._room.learn(list(map(round, own)), most_rows[self.job.rank])
         return stats
 
     def _gradients(self) -> _Gradients:
@@ -250,7 +251,7 @@ class Trainer:
         entropy = (routed.entropy.double() * routed.pairs.sum(2)).sum(0)  # a micro-batch may have more padding
         norm = clip_gradients(self.model.parameters(), self.recipe.optim.grad_clip)
         rows_there = rows_of_experts(self.model, routed.rows)
-        rows_of_each = rows_of_ranks(self.model, rows_there)
+        rows_of_each, rank = rows_of_ranks(self.model, rows_there)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
         most_rows = torch.cat([rows_of_each.flatten(), rows_of_each.new_zeros(1)]).amax(0, keepdim=True)
         of_layers = [
@@ -259,6 +260,7 @@ class Trainer:
             _tile_waste(rows_there, self._tile),
             self.job.world_size * entropy / all_pairs.sum(1).clamp(min=1),
             expert_load(rows_of_each.sum(0))[0],
+            rows_of_each[..., rank].amax(0),
         ]
         assert len(of_layers) == _PER_LAYER
         # The step's only device-to-host sync; the update then runs while the host launches the next step.

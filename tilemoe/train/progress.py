@@ -32,7 +32,7 @@ class StepStats:
     router_entropy: list[float]  # per MoE layer: of the router's probabilities / log of the experts, mean over tokens
     rank_load: list[float]  # per MoE layer: rows of the busiest of the processes that share its experts / mean
     _: KW_ONLY
-    capacity: int | None = None  # rows of a layer that a process has room for; None: any number
+    capacity: int | None = None  # the most rows of a layer that a process can have room for; None: any number
     most_rows: int | None = None  # that one received, of all layers and micro-batches; None likewise
     repeats: int = 0  # of this run so far, because rows did not fit
 

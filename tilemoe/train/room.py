@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from tilemoe.train.job.collective import values_of_processes
 from tilemoe.train.job.processes import Job
 
 T = TypeVar("T")
-_NEARLY_FULL = 15 / 16  # of the room: rows that fill more of it may soon not fit
+_STEPS = 16  # that say what the next will need
 
 
 class Room:
@@ -29,16 +30,17 @@ class Room:
         if self._capacity is not None:
             self._capacity.is_watched = True
         self._layers = sum(isinstance(module, Experts) for module in model.modules())
-        self.repeats, self._learns = 0, True
+        self._recent: deque[tuple[list[int], int]] = deque(maxlen=_STEPS)
+        self.repeats, self._widens = 0, True
 
     @property
     def rows(self) -> int | None:
-        """That a process can receive; None: any number."""
+        """The most that a process can receive in a layer; None: any number."""
         return None if self._capacity is None else self._capacity.rows
 
     def overflow(self) -> Tensor:
-        """(2,) fp64: rows and tokens that did not fit, see `Capacity`."""
-        found = torch.zeros(2, device=self._device) if self._capacity is None else self._capacity.overflow()
+        """(3,) fp64: rows and tokens that did not fit, and where, see `Capacity`."""
+        found = torch.zeros(3, device=self._device) if self._capacity is None else self._capacity.overflow()
         return found.double()
 
     def until_it_fits(
@@ -59,12 +61,14 @@ class Room:
         if self._capacity is None:
             return work()
         restore = _random_states(self._device)
-        for _ in range(self._layers * forwards + 1):  # each time the first layer that had no room has it
+        for attempt in range(self._layers * forwards + 1):  # each time the first layer that had no room has it
             result = work()
             found = values_of_processes(self.overflow(), self._job) if overflows is None else overflows(result)
             if not any(map(any, found)):
                 return result
-            self._grow([round(rows) for rows, _ in found], what)
+            self._grow([(round(rows), round(layer)) for rows, _, layer in found], what)
+            if attempt == 1:  # so there will be more layers that have learnt too little
+                self._capacity.forget()
             restore()
             undo()
         raise ValueError(
@@ -72,32 +76,37 @@ class Room:
             "--parallel.exchange collective"
         )
 
-    def _grow(self, needed: list[int], what: str) -> None:
-        """Room for the rows that this process' group needs, 0 if they fitted there. ``needed``: of each process."""
-        capacity = self._capacity
+    def _grow(self, needed: list[tuple[int, int]], what: str) -> None:
+        """Room for the rows that this process' group needs, 0 if they fitted there. ``needed``: of each process, with
+        the layer.
+        """
+        capacity, (own, where) = self._capacity, needed[self._job.rank]
         assert capacity is not None, "else there was room"
-        rooms = values_of_processes(torch.tensor([float(capacity.rows)]), self._job)
-        most, (room,) = max(zip(needed, rooms, strict=True))
-        if not (own := needed[self._job.rank]):
+        if not own:
             capacity.check()  # it is not for rows
         else:
             try:
-                capacity.grow(own)
+                capacity.grow(own, where)
             except RuntimeError as error:
                 raise ValueError(f"{what}: a process is to receive {own:,} rows; {error}") from error
         self.repeats += 1
-        self.say(f"{what} is repeated: a process was to receive {most:,} rows, and had room for {round(room):,}")
+        most, layer = max(needed)
+        self.say(f"{what} is repeated: a process was to receive {most:,} rows in layer {layer}, and lacked room")
 
-    def learn(self, rows: int) -> None:
-        """Between steps: more room, if there is memory, where the most rows that a process of this one's group has
-        received nearly fill it.
+    def learn(self, rows: list[int], most: int) -> None:
+        """Between steps: each layer has room for what it has received lately. rows: the most that this process received
+        in a micro-batch, of each layer; most: that any of its group did, in any.
         """
-        if self._capacity is not None and self._learns and rows > _NEARLY_FULL * self._capacity.rows:
-            try:
-                self._capacity.grow(rows)
-            except RuntimeError as error:
-                self._learns = False
-                self.say(f"no room for more than {self._capacity.rows:,} rows: {error}")
+        self._recent.append((rows, most))
+        if self._capacity is None or len(self._recent) < _STEPS:
+            return
+        of_layers, of_all = zip(*self._recent, strict=True)
+        own = [max(each) for each in zip(*of_layers, strict=True)]
+        try:
+            self._capacity.learn(own, max(of_all) if self._widens else 0)
+        except RuntimeError as error:
+            self._widens = False
+            self.say(f"no room for more than {self._capacity.rows:,} rows: {error}")
 
 
 def _random_states(device: torch.device) -> Callable[[], None]:

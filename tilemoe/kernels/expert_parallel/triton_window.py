@@ -1,7 +1,7 @@
 """Exchanges between GPUs of one host through a window that each can read: no size is known to the host.
 
 W ranks · T tokens of this rank · M tokens it receives, of at most M_max · P pairs of this rank · Q pairs it receives,
-of at most Q_max · e experts of a rank · d width of a row
+of at most Q_max, its room in this layer · e experts of a rank · d width of a row
 
 An exchange: each rank puts rows into its own window (`put`), tells the others, and waits until all have put theirs.
 Then it pulls what it needs from their windows: tokens, to compute them (`pull_rows`), or a token's results from all
@@ -9,7 +9,9 @@ ranks that had it, which are summed on the way (`pull_sums`). Two exchanges of T
 layer.
 
 A window (`WindowLayout`) has a region for each kind of rows. ``state`` (int32) is this rank's alone: the number of the
-last exchange, a counter of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`).
+last exchange, a counter of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`) in
+which layer (`NEEDED_LAYER`). Each rank has a room of its own in each layer. It puts the number with its tokens, so all
+know whether the rows of all fit.
 
 Why nothing is overwritten too early. An exchange has a number, the same on all ranks. A rank says that it has *entered*
 exchange i by a kernel that on its stream comes after its pulls of all exchanges before i. Who puts into a region that
@@ -40,7 +42,8 @@ MAX_RANKS = 16
 # Indices of ``state``: the last exchange; CTAs that are done; the last exchange that used each region; what did not
 # fit.
 STATE = 8
-LAST, DONE, TOKENS, RESULTS, NEEDED_ROWS, NEEDED_TOKENS = (tl.constexpr(index) for index in range(6))
+LAST, DONE, TOKENS, RESULTS = (tl.constexpr(index) for index in range(4))
+NEEDED_ROWS, NEEDED_TOKENS, NEEDED_LAYER = (tl.constexpr(index) for index in range(4, 7))
 # Rows of what `agree` writes, W int32 each, first for tokens and then for pairs: how many came from each rank, and the
 # first of them here; where those for this rank begin there; what to add to the index of a copy, or of a pair, that was
 # sent to a rank to find it there; and the first pair sent to it, and their number.
@@ -50,15 +53,16 @@ TOKENS_THERE, PAIRS_THERE, TOKENS_HOME, PAIRS_HOME = (tl.constexpr(row) for row 
 FIRST_PAIR_OUT, PAIRS_OUT = tl.constexpr(8), tl.constexpr(9)
 _FLAG_BYTES = 4
 FLAGS = tl.constexpr(MAX_RANKS)  # of a kind: which exchange each rank has entered, and which it has its rows ready for
-HEADER_BYTES = 2 * MAX_RANKS * _FLAG_BYTES  # of a window
+ROOM = tl.constexpr(2 * MAX_RANKS)  # after them: this rank's, in the last exchange of tokens
+HEADER_BYTES = (2 * MAX_RANKS + 1) * _FLAG_BYTES  # of a window
 _CTAS_PER_SM = 4  # of the kernels that move rows: remote reads take microseconds, and many must be in flight
 _ALIGNMENT = 128
 _BLOCK = 4096  # elements that a CTA moves at a time
 
 
 class Limits(NamedTuple):
-    """What a window has room for, the same on all ranks: T_max tokens, P_max pairs and Q_max received pairs of a rank;
-    score_words int32 of a score; row_bytes of a token.
+    """What a window has room for, the same on all ranks: T_max tokens and P_max pairs of a rank; capacity, the most
+    pairs that any receives in any layer; score_words int32 of a score; row_bytes of a token.
     """
 
     tokens: int
@@ -72,8 +76,8 @@ class WindowLayout(NamedTuple):
     """Where the regions of a window begin, in bytes; every rank's is the same.
 
     sizes: 2 W + 2 int32, tokens and pairs for each rank, T and P · copies: W T_max int32, `place_sent`'s token_of_copy
-    · words: P_max words of pairs · tokens: rows of T_max tokens · scores: Q_max scores' gradients · results: rows of
-    M_max
+    · words: P_max words of pairs · tokens: rows of T_max tokens · scores: gradients of ``capacity`` scores · results:
+    rows of the most tokens
     """
 
     sizes: int
@@ -94,14 +98,14 @@ def layout_of(limits: Limits, ranks: int) -> WindowLayout:
         _FLAG_BYTES * limits.pairs * (limits.score_words + 1),
         limits.tokens * limits.row_bytes,
         _FLAG_BYTES * limits.score_words * limits.capacity,
-        most_received(limits, ranks) * limits.row_bytes,
+        most_received(limits, ranks, limits.capacity) * limits.row_bytes,
     )
     return WindowLayout(*accumulate(ceil_div(length, _ALIGNMENT) * _ALIGNMENT for length in lengths))
 
 
-def most_received(limits: Limits, ranks: int) -> int:
-    """M_max: a rank receives each token once, and none without a pair."""
-    return min(ranks * limits.tokens, limits.capacity)
+def most_received(limits: Limits, ranks: int, room: int) -> int:
+    """M_max of ``room``, Q_max: a rank receives each token once, and none without a pair."""
+    return min(ranks * limits.tokens, room)
 
 
 class Window(NamedTuple):
@@ -121,16 +125,16 @@ class Window(NamedTuple):
         return self.addresses.shape[0]
 
 
-def put_tokens(window: Window, rows: Tensor, index: Tensor | None) -> None:
+def put_tokens(window: Window, rows: Tensor, index: Tensor | None, room: int) -> None:
     """Put rows (T, d) and, with the first exchange of a layer, index: the bytes from ``layout.sizes`` to its tokens, as
-    int32. Returns once all ranks have put theirs, as far as later kernels of the stream are concerned.
+    int32, and the room. Returns once all ranks have put theirs, as far as later kernels of the stream are concerned.
     """
-    _put(window, rows, window.layout.tokens, index, window.layout.sizes, None, TOKENS)
+    _put(window, rows, window.layout.tokens, index, window.layout.sizes, None, TOKENS, room)
 
 
 def put_results(window: Window, rows: Tensor, scores: Tensor | None, counts: Tensor) -> None:
     """Likewise the first M of rows (M_max, d), and the first Q of scores (Q_max). counts: `agree`'s."""
-    _put(window, rows, window.layout.results, scores, window.layout.scores, counts, RESULTS)
+    _put(window, rows, window.layout.results, scores, window.layout.scores, counts, RESULTS, 0)
 
 
 def _put(
@@ -141,6 +145,7 @@ def _put(
     more_at: int,
     counts: Tensor | None,
     region: tl.constexpr,
+    room: int,
 ) -> None:
     device = device_of(rows)
     assert rows.is_contiguous(), "moved as they lie"
@@ -150,43 +155,47 @@ def _put(
     lengths = (rows.shape[0], rows.shape[1], 0 if more is None else more.numel())
     args = (rows, more, counts, window.addresses, window.state, *lengths, at, more_at, window.here)
     constants = {"REGION": region.value, "RANKS": window.ranks}
-    launch_of(enter_kernel, (1,), (window.addresses, window.state, window.here), constants, num_warps=1).run()
+    enter_args = (window.addresses, window.state, window.here, room)
+    launch_of(enter_kernel, (1,), enter_args, constants, num_warps=1).run()
     launch_of(put_kernel, (grid,), args, {**constants, "BLOCK": _BLOCK}, num_warps=8).run()
 
 
-def agree(window: Window) -> tuple[Tensor, Tensor, Tensor]:
+def agree(window: Window, layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """After the put of a layer's first exchange: (agreed (10, W), counts (4,), came (W, 2)), int32.
 
     counts: M, Q, whether this exchange fails, and how many ranks have more tokens or pairs than the window has room
-    for, of which they then sent none. It fails for that, or if some rank would receive more than Q_max pairs; then M
-    and Q are 0, and ``state`` keeps the numbers needed. came: tokens and pairs from each rank.
+    for, of which they then sent none. It fails for that, or if some rank would receive more pairs than it put as its
+    room; then M and Q are 0, and ``state`` keeps the numbers needed and layer (1,). came: tokens and pairs from each
+    rank.
     """
     state, ranks, limits = window.state, window.ranks, window.limits
     agreed, counts, came = state.new_empty(AGREED * ranks), state.new_empty(4), state.new_empty(2 * ranks)
-    args = (window.addresses, state, window.layout.sizes, limits.tokens, limits.pairs, limits.capacity, window.here)
+    args = (window.addresses, state, layer, window.layout.sizes, limits.tokens, limits.pairs, window.here)
     constants = {"RANKS": ranks, "BLOCK_W": power_of_two(ranks)}
     launch_of(agree_kernel, (1,), (*args, window.alarm, agreed, counts, came), constants, num_warps=1).run()
     return agreed, counts, came
 
 
-def plan_pulled(window: Window, agreed: Tensor, counts: Tensor, came: Tensor, experts: int) -> tuple[Tensor, ...]:
-    """The plan of what arrives, as `plan_received`'s, for M_max tokens and Q_max pairs: token_of_row, pair_of_row,
-    row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max); and
-    token_of_received (M_max), each token's index on its own rank.
+def plan_pulled(
+    window: Window, agreed: Tensor, counts: Tensor, came: Tensor, experts: int, room: int
+) -> tuple[Tensor, ...]:
+    """The plan of what arrives, as `plan_received`'s, for M_max tokens and Q_max pairs, the room: token_of_row,
+    pair_of_row, row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max);
+    and token_of_received (M_max), each token's index on its own rank.
     """
     state, ranks = window.state, window.ranks
-    words, capacity, max_tokens = window.limits.score_words, window.limits.capacity, most_received(window.limits, ranks)
+    words, max_tokens = window.limits.score_words, most_received(window.limits, ranks, room)
     block = pairs_of_block(experts)
-    blocks = ceil_div(max(capacity, max_tokens + 1), block)
+    blocks = ceil_div(max(room, max_tokens + 1), block)
     lines, block_counts, block_start, error_bits = int32_vectors(
-        state, capacity * (words + 1), blocks * experts, blocks * experts, 1
+        state, room * (words + 1), blocks * experts, blocks * experts, 1
     )
-    token_of_row, pair_of_row, row_of_pair = (state.new_empty(capacity) for _ in range(3))
+    token_of_row, pair_of_row, row_of_pair = (state.new_empty(room) for _ in range(3))
     pair_start, row_start = state.new_empty(max_tokens + 1), state.new_empty(experts + 1)
     rows_per_expert, token_of_received = state.new_empty(experts), state.new_empty(max_tokens)
     dtype = {1: torch.float32, 2: torch.float64}[words]
-    scores = state.new_empty(capacity, dtype=dtype)
-    read = (window.addresses, agreed, counts, window.layout.copies, window.layout.words, experts, max_tokens, capacity)
+    scores = state.new_empty(room, dtype=dtype)
+    read = (window.addresses, agreed, counts, window.layout.copies, window.layout.words, experts, max_tokens, room)
     cleared = (token_of_row, pair_of_row, row_of_pair, pair_start)
     constants = {"RANKS": ranks, "SCORE_WORDS": words, "BLOCK": block}
     bins = {"BLOCK_E": experts_of_block(experts)}
@@ -194,7 +203,7 @@ def plan_pulled(window: Window, agreed: Tensor, counts: Tensor, came: Tensor, ex
     launch_of(receive_kernel, (blocks,), (*read, *written), {**constants, **bins}).run()
     block_start_launch(block_counts, block_start, rows_per_expert, blocks, experts).run()
     row_start_launch(rows_per_expert, block_counts, row_start, error_bits, 0, experts).run()
-    placed = (lines, capacity, experts, came, block_start, row_start)
+    placed = (lines, room, experts, came, block_start, row_start)
     args = (*placed, token_of_row, pair_of_row, row_of_pair, pair_start, scores)
     launch_of(place_received_kernel, (blocks,), args, constants, num_warps=block // 32).run()
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores, token_of_received
@@ -289,12 +298,16 @@ def copy_flat(source, target, length, BLOCK: tl.constexpr):
         tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
 
 
-@triton.jit(do_not_specialize=["here"])
-def enter_kernel(addresses, state, here, REGION: tl.constexpr, RANKS: tl.constexpr):
-    """A single CTA: tell the others that this rank enters an exchange, wait until none reads the region any more."""
+@triton.jit(do_not_specialize=["here", "room"])
+def enter_kernel(addresses, state, here, room, REGION: tl.constexpr, RANKS: tl.constexpr):
+    """A single CTA: tell the others that this rank enters an exchange, wait until none reads the region any more. The
+    room belongs to the tokens, which `put_kernel` says are ready.
+    """
     signal_all(addresses, tl.load(state + LAST) + 1, here, 0, RANKS)
     flags = tl.load(addresses + here).to(tl.pointer_type(tl.int32))
     wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)
+    if REGION == TOKENS:
+        tl.store(flags + ROOM, room)
 
 
 @triton.jit(do_not_specialize=["num_rows", "here"])
@@ -320,15 +333,17 @@ def put_kernel(
         wait_for(tl.load(addresses + here).to(tl.pointer_type(tl.int32)) + FLAGS, number, here, RANKS)
 
 
-@triton.jit(do_not_specialize=["max_tokens", "max_pairs", "capacity", "here"])
+@triton.jit(do_not_specialize=["max_tokens", "max_pairs", "here"])
 def agree_kernel(
-    addresses, state, sizes_offset, max_tokens, max_pairs, capacity, here, alarm, agreed, counts, came,
+    addresses, state, layer, sizes_offset, max_tokens, max_pairs, here, alarm, agreed, counts, came,
     RANKS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """A single CTA. See `agree`."""
     rank = tl.arange(0, BLOCK_W)
     is_rank = rank < RANKS
-    base = (tl.load(addresses + rank, mask=is_rank, other=0) + sizes_offset).to(tl.pointer_type(tl.int32))
+    address = tl.load(addresses + rank, mask=is_rank, other=0)
+    room = tl.load(address.to(tl.pointer_type(tl.int32)) + ROOM, mask=is_rank, other=0)
+    base = (address + sizes_offset).to(tl.pointer_type(tl.int32))
     tokens = tl.load(base + 2 * RANKS, mask=is_rank, other=0)
     pairs = tl.load(base + 2 * RANKS + 1, mask=is_rank, other=0)
     exceeds = is_rank & ((tokens > max_tokens) | (pairs > max_pairs))
@@ -338,11 +353,13 @@ def agree_kernel(
     source, to = rank[:, None], rank[None, :]
     inside = (source < RANKS) & (to < RANKS) & (exceeds.to(tl.int32) == 0)[:, None]
     cells = tl.broadcast_to(base[:, None], (BLOCK_W, BLOCK_W)) + 2 * to
-    rows_needed = tl.max(tl.sum(tl.load(cells + 1, mask=inside, other=0), axis=0), axis=0)
-    fails = (rows_needed > capacity) | (over > 0)
+    rows = tl.sum(tl.load(cells + 1, mask=inside, other=0), axis=0)
+    rows_needed = tl.max(tl.where(rows > room, rows, 0), axis=0)  # of ranks that lack room
+    fails = (rows_needed > 0) | (over > 0)
     # Only the first: outputs are NaN from then on, and all tokens go to the same few experts.
-    if (rows_needed > capacity) & (tl.load(state + NEEDED_ROWS) == 0):
+    if (rows_needed > 0) & (tl.load(state + NEEDED_ROWS) == 0):
         tl.store(state + NEEDED_ROWS, rows_needed)
+        tl.store(state + NEEDED_LAYER, tl.load(layer))
         tl.store(alarm, rows_needed)
     if over > 0:
         tl.store(alarm + 1, tl.max(tokens, axis=0))
