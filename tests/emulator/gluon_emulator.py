@@ -63,8 +63,11 @@ class Emulator:
         args = {name: self._argument(value) for name, value in {**launch.args, **launch.constants}.items()}
         self.ctas = launch.grid[0]
         for cta in range(self.ctas):
-            self.cta = cta
+            self.start_cta(cta)
             kernel(**args)
+
+    def start_cta(self, cta: int) -> None:
+        self.cta = cta
 
     def function(self, jitted: Any) -> Any:
         """The Python function behind a Gluon or Triton function, its globals replaced by what runs here."""
@@ -135,7 +138,7 @@ class Emulator:
         """Give the turn to a warp group that can run, after loads that arrive by then; None when all have ended."""
         while not self.stopped:
             alive = [p for p in self.warp_groups if not p.ended]
-            ready = [p for p in alive if p.until is None or p.until()]
+            ready = self.ready(alive)
             if not alive:
                 require(not self.loads, "a load that nobody waited for")
                 self.finished.set()
@@ -149,6 +152,10 @@ class Emulator:
                     chosen.turn.release()
                 return chosen
         return None
+
+    def ready(self, alive: list[_WarpGroup]) -> list[_WarpGroup]:
+        """Those that can run."""
+        return [group for group in alive if group.until is None or group.until()]
 
     def stop(self) -> None:
         """Let nobody go on."""
@@ -207,14 +214,15 @@ class Emulator:
 
     def copy_rows(self, target: Buffer, source: Pointer, mask: Tensor | None = None) -> None:
         """cp.async: 0 where ``mask`` is False."""
+        group = self.warp_group
 
         def arrive() -> None:
             target.write(source.load(mask, 0))
-            self.warp_group.unfenced.append(target.extent)
+            group.unfenced.append(target.extent)
 
-        self.warp_group.open_group.append(arrive)
+        group.open_group.append(arrive)
         if self.random.random() >= self.late:
-            self.warp_group.open_group.pop()()
+            group.open_group.pop()()
 
     def commit_group(self) -> None:
         copies, self.warp_group.open_group = self.warp_group.open_group, []
@@ -317,6 +325,7 @@ class Barrier:
     def __init__(self, emulator: Emulator) -> None:
         self.emulator = emulator
         self.arrivals = self.missing = self.bytes = self.phases = 0
+        self.copied: list[tuple[int, int]] = []  # what copies have written that arrive here (Blackwell), unfenced
 
     def init(self, count: int) -> None:
         self.arrivals = self.missing = count
@@ -344,6 +353,8 @@ class Barrier:
     def wait(self, phase: int) -> None:
         """Until the phase of this parity has ended; before the first one, the phase of parity 1 has."""
         self.emulator.pause(lambda: self.phases % 2 != phase % 2)
+        self.emulator.warp_group.unfenced += self.copied
+        self.copied.clear()
 
 
 class Barriers:
