@@ -7,10 +7,12 @@ import errno
 import fcntl
 import hashlib
 import io
+import math
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,15 +115,21 @@ def rename_synced(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_one_process(target: Path) -> Iterator[None]:
+def only_one_process(target: Path, seconds: float = math.inf) -> Iterator[None]:
     """Hold the lock of ``target`` for the block: who comes second waits, then finds the work done.
 
     The lock saves work. It is not what keeps ``target`` whole: publication is atomic, so on file systems without
     such locks they only work twice.
+
+    Raises:
+        TimeoutError: another process still holds it after so many ``seconds``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".lock-{target.name}", "a", opener=never_a_link) as lock:
-        _locked(lock.fileno(), waits=True)
+        if seconds == math.inf:
+            _locked(lock.fileno(), waits=True)
+        else:
+            _lock_within(lock.fileno(), seconds)
         yield
 
 
@@ -138,6 +146,18 @@ def owned_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_within(descriptor: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            _locked(descriptor, waits=False)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                raise TimeoutError(f"another process has held it for {seconds:g} s") from error
+        time.sleep(0.1)
 
 
 def _locked(descriptor: int, *, waits: bool) -> bool:

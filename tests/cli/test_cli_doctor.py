@@ -14,6 +14,7 @@ from torch import Tensor
 from tilemoe.bench import record
 from tilemoe.cli import doctor_checks
 from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.runtime.verdict import Verdict
 
 CPU = torch.device("cpu")
 Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
@@ -119,3 +120,26 @@ def test_recorded_speeds_are_the_newest_of_the_results() -> None:
         row = record.latest("layer", told["mode"], gpu, "case", "contestant")[told["case"], "tilemoe"]
         assert (told["forward_ms"], told["backward_ms"]) == (row["forward_ms"]["median"], row["backward_ms"]["median"])
         assert told["commit"] == row["commit"]
+
+
+@pytest.mark.parametrize("why", [None, "it was killed"])
+def test_a_b200_is_told_how_the_kernels_that_never_ran_did(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made again, as someone asks; what does not pass makes nothing unusable."""
+    asked: list[Any] = []
+    monkeypatch.setattr(doctor_checks, "verdict", lambda *given, **options: asked.append(options) or Verdict(why))
+    found = doctor_checks.unproven(torch.device("cuda", 0))
+    result = (
+        "passed in 0 s; TILEMOE_BLACKWELL=1 lets them serve" if why is None else f"NOT PASSED ({why}); other kernels"
+    )
+    assert f"cuda:0, kernels blackwell, compiled and emulated but never run by their authors: {result}" in found.line
+    assert (asked, found.is_fatal) == ([{"again": True}], False)
+    assert "tilemoe bench confirm" in str(found.advice)
+
+
+def test_one_backend_is_tested_in_this_process_by_name(run: Run, fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks.signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(doctor_checks, "problem", lambda backend, device: f"{backend.name} on {device}")
+    status, out, _ = run("doctor", "--backend", "torch", "--device", "cpu")
+    assert (status, json.loads(out)["why"]) == (0, "torch on cpu")
+    assert "kernels must be None or one of" in fails("doctor", "--backend", "nope", "--device", "cpu")
+    assert "--seconds must be" in fails("doctor", "--backend", "torch", "--seconds", "0")

@@ -26,6 +26,9 @@ class DoctorOptions:
     tokens: int = 4096  # per call
     self_test: bool = True  # compute on each device: about eight seconds per GPU, more on a busy host
     json: bool = False  # print one line of JSON, with the commit and the machine, as in results/*.jsonl
+    backend: str | None = None  # self-test this one alone, a name or module:Class, and print its verdict as JSON
+    device: str = "cuda"  # for --backend
+    seconds: int = 600  # for --backend: the process is ended when they have passed
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -33,6 +36,11 @@ def run(arguments: Sequence[str]) -> None:
     description = "What serves this machine, and why, and whether it works; exit status 2: it does not. "
     description += f"Presets: {', '.join(MOE_PRESETS)}."
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
+    if options.backend is not None:
+        from tilemoe.cli.doctor_checks import judge
+
+        print(json.dumps(asdict(judge(options.backend, options.device, options.seconds))))
+        return
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
     preset = preset_named("--preset", options.preset)
@@ -121,8 +129,8 @@ def _hardware(device: str) -> str:
 
 
 def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
-    """One line for each choice of kernels (experts, router, plan, attention's projections in FP8), and one on each
-    backend's batch invariance: whether a token's output depends on the other tokens of its batch.
+    """One line for each choice of kernels (experts, router, plan, attention's projections in FP8) and for
+    each backend's batch invariance: whether a token's output depends on the other tokens of its batch.
     """
     import torch
 

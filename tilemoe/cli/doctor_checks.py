@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import statistics
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,18 @@ import torch
 
 from tilemoe.bench import cases, peers, timing
 from tilemoe.bench.layer import PARTS, layer_step
-from tilemoe.checks import expand_user
+from tilemoe.checks import expand_user, require_int
 from tilemoe.kernels.choose import select_kernels
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.registry import backend_named, register_backend
+from tilemoe.kernels.experts.selftest import SETTING, verdict
 from tilemoe.perf import __file__ as _perf
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.device import TRITON_FOR_10, has_triton
+from tilemoe.runtime.device import TRITON_FOR_10, has_triton, nvidia_smi
+from tilemoe.runtime.tensors import device_named
+from tilemoe.runtime.verdict import Verdict
 from tilemoe.testing import assert_moe_matches_reference, make_inputs
+from tilemoe.testing.selftest import problem
 
 SLOW = 1.25  # times the recorded figure: machines differ by a few percent
 _ROUNDS = 3
@@ -41,13 +47,7 @@ class Finding:
 
 def driver() -> str | None:
     """The NVIDIA driver's version; None where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    found = nvidia_smi("driver_version")
     return found[0] if found else None
 
 
@@ -94,6 +94,39 @@ def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
     return Finding(f"{what}: output and gradients agree with the reference")
 
 
+def judge(name: str, device_name: str, seconds: int) -> Verdict:
+    """The self-test of a backend that the package has, or of "module:Class", in this process, which may not survive it.
+
+    ValueError: there is no such backend or device, or the seconds are not a number of them.
+    """
+    require_int("--seconds", seconds, 1)
+    device = device_named(device_name, "--device")
+    signal.alarm(seconds)  # who has started this process may be gone, and a GPU may hang
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        cls: type[Backend] = getattr(import_module(module), attribute)
+        register_backend(cls.name, cls)
+        name = cls.name
+    backend = backend_named(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        return Verdict(problem(backend, device))
+    except torch.OutOfMemoryError:
+        return Verdict(f"{device} has too little free memory for it", is_kept=False)
+
+
+def unproven(device: torch.device) -> Finding:
+    """The self-test of kernels that have never run on this kind of GPU, in a process of its own."""
+    found = verdict("blackwell", device, again=True)
+    line = f"self-test, {device}, kernels blackwell, compiled and emulated but never run by their authors"
+    if found.why is None:
+        line += f": passed in {found.seconds:.0f} s; {SETTING}=1 lets them serve"
+    else:
+        line += f": NOT PASSED ({found.why}); other kernels serve"
+    return Finding(line, "run `tilemoe bench confirm` and send the file that it writes: nobody has yet")
+
+
 def recorded_speeds() -> dict[str, dict[str, Any]]:
     """For each GPU the recorded case, milliseconds and commit."""
     return json.loads(Path(_perf).with_name("recorded.json").read_text(encoding="utf-8"))
@@ -125,6 +158,8 @@ def self_test(device: torch.device) -> Iterator[Finding]:
     with torch.cuda.device(device):
         checked = correctness(device, torch.bfloat16)
         yield checked
+        if torch.cuda.get_device_capability(device)[0] == 10:
+            yield unproven(device)
         name, free = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
         recorded = recorded_speeds().get(name)
         if recorded is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -86,8 +87,23 @@ def why_no_triton(device: torch.device) -> str | None:
     if capability < (8, 0):
         return "the Triton kernels need compute capability 8.0"
     if capability[0] == 10:
-        from triton import __version__ as found  # only here: Triton is not on every machine
-
+        found = triton_version()
         if TorchVersion(found) < TRITON_FOR_10:
             return f"Triton {found} can be wrong on capability 10.x: pip install 'triton>={TRITON_FOR_10}'"
     return None
+
+
+def triton_version() -> str:
+    from triton import __version__ as found  # only here: Triton is not on every machine
+
+    return str(found)
+
+
+def nvidia_smi(*fields: str, gpu: str | None = None) -> list[str] | None:
+    """What nvidia-smi says of these fields, of the first GPU or of the one with this UUID; None: it says nothing."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", *(["-i", gpu] if gpu else [])]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0].split(", ") if found else None

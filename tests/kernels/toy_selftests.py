@@ -1,0 +1,64 @@
+"""Backends for the self-test: one that is right, and one for each way to be not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+
+
+class Right(TorchBackend):
+    name = "right"
+
+
+class Wrong(TorchBackend):
+    name = "wrong"
+
+    def up_proj_wgrad(self, *args: Any) -> Tensor:
+        return 1.02 * super().up_proj_wgrad(*args)
+
+
+class NotRepeatable(TorchBackend):
+    """Now and then the last bit of one element is another."""
+
+    name = "not_repeatable"
+    calls = count()
+
+    def combine(self, y: Tensor, s: Tensor, plan: Any, o: Tensor) -> None:
+        super().combine(y, s, plan, o)
+        if o.numel() and next(self.calls) % 19 == 18:
+            o[0, 0] = torch.nextafter(o[0, 0], torch.full_like(o[0, 0], torch.inf))
+
+
+class Hangs(TorchBackend):
+    """With a process that it started."""
+
+    name = "hangs"
+
+    def down_proj(self, *args: Any) -> Tensor:
+        subprocess.Popen(["sleep", "1000"])
+        while True:
+            time.sleep(1)
+
+
+class Killed(TorchBackend):
+    name = "killed"
+
+    def down_proj(self, *args: Any) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("killed")
+
+
+class OutOfMemory(TorchBackend):
+    name = "out_of_memory"
+
+    def down_proj(self, *args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("none is left")

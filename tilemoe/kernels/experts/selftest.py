@@ -1,0 +1,71 @@
+"""Kernels that were compiled and emulated but never ran on their GPU: a self-test decides whether they serve there.
+
+It runs once for each kind of GPU, driver, Triton and source of the kernels, in its own process (`runtime.verdict`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tilemoe.runtime.device import nvidia_smi, triton_version
+from tilemoe.runtime.verdict import Verdict, verdict_of
+
+SETTING = "TILEMOE_BLACKWELL"
+ON, UNTESTED = "1", "untested"  # its values: use the kernels if their self-test passes; use them
+SECONDS = 600  # for the self-test, most of which compiles
+_SOURCES = Path(__file__).parent
+
+
+def is_turned_on() -> bool:
+    """Whether the kernels may be chosen where nobody names them."""
+    return os.environ.get(SETTING) in (ON, UNTESTED)
+
+
+@cache  # every call of a kernel asks
+def why_not(backend: str, device: torch.device) -> str | None:
+    """Why the backend of this name is not to serve on ``device``, in a line; None: its self-test passed there.
+
+    The first call may take as long as the self-test. With TILEMOE_BLACKWELL=untested, and on a CPU, there is none.
+    """
+    if device.type != "cuda" or os.environ.get(SETTING) == UNTESTED:
+        return None
+    return said_of(verdict(backend, device))
+
+
+def said_of(found: Verdict) -> str | None:
+    """What a verdict speaks against the kernels."""
+    return None if found.why is None else f"their self-test has not passed: {found.why}; `tilemoe doctor` repeats it"
+
+
+def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:
+    """The self-test's, which is made where none is kept, or ``again``. backend: a name, or "module:Class"."""
+    key, hindrance = {"backend": backend, "triton": triton_version(), "source": _digest(_SOURCES)}, None
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        gpu = torch.cuda.get_device_properties(device)
+        asked = nvidia_smi("driver_version", "compute_mode", gpu=f"GPU-{gpu.uuid}")
+        if asked is None:
+            return Verdict("nvidia-smi does not say which driver there is", is_kept=False)
+        driver, mode = asked
+        key |= {"gpu": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "driver": driver}
+        if mode != "Default":
+            hindrance = f"no second process can open the GPU, whose compute mode is {mode}: nvidia-smi -c DEFAULT"
+    test = ["doctor", "--backend", backend, "--device", str(device), "--seconds", str(SECONDS)]
+    environment = {**os.environ, SETTING: UNTESTED, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    name = backend.replace(":", "-")
+    return verdict_of(name, key, [sys.executable, "-m", "tilemoe", *test], environment, SECONDS, hindrance, again)
+
+
+@cache
+def _digest(folder: Path) -> str:
+    """Of the sources in a folder and below."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
