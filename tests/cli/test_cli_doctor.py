@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tilemoe.bench import record
 from tilemoe.cli import doctor_checks
+from tilemoe.cli.doctor import _gemms
 from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.models.presets import MOE_PRESETS
 from tilemoe.runtime.verdict import Verdict
 
 CPU = torch.device("cpu")
@@ -134,6 +136,13 @@ def test_a_b200_is_told_how_the_kernels_that_never_ran_did(why: str | None, monk
     assert f"cuda:0, kernels blackwell, compiled and emulated but never run by their authors: {result}" in found.line
     assert (asked, found.is_fatal) == ([{"again": True}], False)
     assert "tilemoe bench confirm" in str(found.advice)
+
+
+def test_a_gemm_has_its_hopper_kernel_or_why_not() -> None:
+    lines = _gemms(MOE_PRESETS["olmoe-1b-7b"])
+    assert len(lines) == 6
+    assert lines[0] == "up_proj_act: gemm_gather_act:up_proj_act_kernel, tile 128 x 256, 4 stages"
+    assert lines[-1] == "up_proj_wgrad: triton (dh is wider than 2047)"
 
 
 def test_one_backend_is_tested_in_this_process_by_name(run: Run, fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:

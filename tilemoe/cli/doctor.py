@@ -11,7 +11,7 @@ from typing import Any
 
 from tilemoe import __version__
 from tilemoe.cli.parsing import parse
-from tilemoe.config import MoEConfig
+from tilemoe.config import GATED_ACTIVATIONS, MoEConfig
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
@@ -129,7 +129,7 @@ def _hardware(device: str) -> str:
 
 
 def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
-    """One line for each choice of kernels (experts, router, plan, attention's projections in FP8) and for
+    """One line for each choice of kernels (experts, GEMMs, router, plan, attention's projections in FP8) and for
     each backend's batch invariance: whether a token's output depends on the other tokens of its batch.
     """
     import torch
@@ -142,6 +142,7 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     wanted["with precision fp8"] = (torch.bfloat16, replace(cfg, precision="fp8"))
     chosen = {how: select_kernels(found, *layer) for how, layer in wanted.items()}
     lines = [f"experts {how}: {experts.name} ({experts.reason})" for how, experts in chosen.items()]
+    lines += _gemms(cfg) if chosen["in bfloat16"].name == "hopper" else []
     router = choose_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
     lines.append(f"router: {router.name} ({router.reason})")
     plan = choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts)
@@ -157,4 +158,28 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
         if kernels.precision == "bf16"
     ]
     lines.append(f"batch invariance of the router's logits: {TorchBackend.batch_invariance}")
+    return lines
+
+
+def _gemms(cfg: MoEConfig) -> list[str]:
+    """The Hopper kernel and the tile of each GEMM of the layer in 16 bits, or why the portable kernel serves."""
+    from tilemoe.kernels.experts.hopper.configs import row_of
+    from tilemoe.kernels.experts.triton.configs import Kernel
+
+    d, n = cfg.hidden_size, cfg.intermediate_size
+    w = 2 * n if cfg.activation in GATED_ACTIVATIONS else n
+    widths: dict[Kernel, tuple[int, int]] = {
+        "up_proj_act": (d, n),
+        "down_proj": (n, d),
+        "down_proj_dgrad_dact": (d, n),
+        "down_proj_wgrad": (d, n),
+        "up_proj_dgrad": (w, d),
+        "up_proj_wgrad": (d, w),
+    }
+    lines = []
+    for gemm, (width_in, width_out) in widths.items():
+        row = row_of(gemm, width_in)
+        why, tile = row.why_slower(width_in, width_out), row.tile
+        by = f"{row.kernel}, tile {tile.block_m} x {tile.block_n}, {tile.num_stages} stages"
+        lines.append(f"{gemm}: {by if why is None else f'triton ({why})'}")
     return lines
