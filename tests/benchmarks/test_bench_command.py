@@ -8,12 +8,15 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import run
+import torch
 
-from tilemoe.bench import cases, kernels, peers, record, step, timing
+from tilemoe.bench import cases, confirm, kernels, peers, record, step, timing
 from tilemoe.cli.main import main
+from tilemoe.runtime.verdict import Verdict
 from tilemoe.shape import MoEShape
 
 SHAPES = MappingProxyType({"7B-n256": MoEShape(96, 32, 16, 8, 2), "OLMoE": MoEShape(64, 24, 8, 4, 3)})
@@ -92,6 +95,26 @@ def test_kernels_records_every_kernel_and_the_router(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert {row["kernels"] for row in rows.values()} == {"torch"}
     assert all(row["of_layer"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("why", [None, "dw1 is off"], ids=["passed", "wrong"])
+def test_confirm_writes_one_file_with_the_self_test_and_the_times(
+    why: str | None, file: Path, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The torch backend stands for the GPU's; what is wrong is not timed, and the others are."""
+    asked: list[Any] = []
+    monkeypatch.setattr(confirm, "verdict", lambda *given, **options: asked.append(given) or Verdict(why, seconds=3.0))
+    assert bench("confirm", "--kernels", "torch", "--peers", "tilemoe[torch],tilemoe,sonic-moe", "--cases", file) == 0
+    assert asked == [("torch", torch.device("cpu"))]
+    assert [path.name for path in results.iterdir() if path.suffix == ".jsonl"] == ["confirm.jsonl"]
+    test, *rows = record.rows("confirm")
+    assert (test["kernels"], test["passed"], test["why"]) == ("torch", why is None, why)
+    assert {"driver", "capability", "commit", "gpu", "torch", "triton"} <= test.keys()
+    names = ["tilemoe[torch]", "tilemoe"] if why is None else ["tilemoe"]
+    assert [(row["case"], row["mode"], row["contestant"]) for row in rows] == [
+        (case, mode, name) for case in SHAPES for mode in ("burst", "sustained") for name in names
+    ]
+    assert "sonic-moe is left out: not importable" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["layer", "kernels", "step"])

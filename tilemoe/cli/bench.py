@@ -14,7 +14,12 @@ from tilemoe.bench import cases
 from tilemoe.cli.parsing import parse
 
 _MODES = MappingProxyType(
-    {"layer": ("burst", "sustained", "alone"), "kernels": ("burst", "sustained"), "step": ("burst", "sustained")}
+    {
+        "layer": ("burst", "sustained", "alone"),
+        "kernels": ("burst", "sustained"),
+        "step": ("burst", "sustained"),
+        "confirm": ("burst", "sustained", "alone"),
+    }
 )
 _PEERS = "tilemoe"
 _DEFAULTS = MappingProxyType({"cuda": ("main", 7), "cpu": ("cpu", 3)})  # cases and rounds: a CPU's end in two minutes
@@ -24,14 +29,16 @@ _DEFAULTS = MappingProxyType({"cuda": ("main", 7), "cpu": ("cpu", 3)})  # cases 
 class BenchOptions:
     """Options of ``tilemoe bench``."""
 
-    what: Positional[Literal["layer", "kernels", "step"]]  # what is measured
+    # What is measured. confirm: kernels that never ran on this kind of GPU, after their self-test.
+    what: Positional[Literal["layer", "kernels", "step", "confirm"]]
     cases: str | None = None  # "main", "all", "cpu", names or a .json file of sizes; default: main, without a GPU cpu
     # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; those that cannot be
-    # imported are left out. The others are compared with the first. For bench layer and step; default: tilemoe.
+    # imported are left out. The others are compared with the first. Not for bench kernels; default: tilemoe, of confirm
+    # the backend that is confirmed, the portable one and sonic-moe.
     peers: str | None = None
     modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
     rounds: int | None = None  # of all peers or kernels, in changing order; default: 7, without a GPU 3
-    kernels: str | None = None  # for bench kernels: the backend whose kernels are timed; default: the chosen one
+    kernels: str | None = None  # of bench kernels and confirm, the backend; default: the chosen one, and blackwell
     seconds: float = float("inf")  # begin no case after this many seconds
 
 
@@ -43,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"--modes of {options.what} are {', '.join(_MODES[options.what])}; got {unknown[0]!r}")
     if options.rounds is not None and options.rounds < 1:
         raise ValueError(f"--rounds must be >= 1, got {options.rounds}")
-    if options.kernels is not None and options.what != "kernels":
+    if options.kernels is not None and options.what not in ("kernels", "confirm"):
         raise ValueError(
             f"--kernels is for bench kernels; name the backend of bench {options.what} in --peers "
             f"'tilemoe[{options.kernels}]'"
@@ -57,7 +64,7 @@ def run(arguments: Sequence[str]) -> None:
 
     import torch
 
-    from tilemoe.bench import kernels, layer, step
+    from tilemoe.bench import confirm, kernels, layer, step
     from tilemoe.bench.run import each_case
     from tilemoe.bench.timing import Settings
 
@@ -66,6 +73,12 @@ def run(arguments: Sequence[str]) -> None:
     names, rounds = _DEFAULTS[device.type]
     shapes, rounds = shapes or cases.find(names), options.rounds or rounds
     print(f"on {device.type}: {', '.join(shapes)}; {rounds} rounds (--cases and --rounds set others)", flush=True)
+    if options.what == "confirm":
+        backend = options.kernels or "blackwell"
+        portable = "triton" if device.type == "cuda" else "torch"
+        peers = options.peers or f"tilemoe[{backend}],tilemoe[{portable}],sonic-moe"
+        confirm.confirm(Settings(device, peers.split(","), modes, rounds, backend), shapes, options.seconds)
+        return
     peers = _PEERS if options.peers is None else options.peers
     settings = Settings(device, peers.split(","), modes, rounds, options.kernels)
     measure, describe = {
