@@ -1,25 +1,33 @@
-"""Recognise which of tilemoe's activations a function computes, from its outputs and not from its name.
+"""Recognise which of tilemoe's activations a function or an experts module computes, by its outputs, not its name.
 
 n expert width
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tilemoe.activations import REGISTRY, ActivationSpec, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.experts.torch.activations import activation_value
+from tilemoe.ops.inference import Activation
+from tilemoe.runtime.tracing import constant_when_traced
 
 _ROWS, _WIDTH = 128, 32
 # Up to magnitudes beyond any clamp that is there to be met; a limit that is known is added.
 _MAGNITUDES = (0.0, 1e-3, 0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 30.0, 100.0, 1e3, 1e4, 6e4)
 # Somebody may compute in fp32; the tables' nearest neighbours, erf and tanh GELU, are 100 times further apart.
 _RTOL = _ATOL = 1e-5
+# Where models keep the bound and the slope of a clamped gate.
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+_INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
 
 
 def recognised_activation(
@@ -57,3 +65,121 @@ def _candidates(is_gated: bool, limit: float | None, alpha: float | None) -> lis
             given = {"limit": limit if entry.limit else None, "alpha": alpha if entry.alpha else None}
             specs.append(activation_spec(name, layout, **given))
     return specs
+
+
+# Attribute of a module whose activation is known: what it was found from, then what was found,
+# (act_fn, its gate's function, limit, alpha, act_fn's own numbers, *activation).
+_TRIED = "_tilemoe_activation"
+
+
+def activation_of(module: nn.Module) -> Activation:
+    """The module's activation. It is tried out once, and again after something that it depends on was replaced.
+
+    If the module was tried before, a trace reads the result: PyTorch guards its values, so that one graph serves all
+    layers. Else the graph is for this module alone, and PyTorch keeps few graphs of one function (8 by default).
+    """
+    function = getattr(module, "act_fn", None)
+    limit, alpha = _limit_and_alpha(module)
+    tried: tuple[Any, ...] | None = vars(module).get(_TRIED)
+    if (
+        tried is not None
+        and (tried[0] is function and tried[1] is _gate(module) and tried[2:4] == (limit, alpha))
+        and all(getattr(function, name, None) == value for name, value in tried[4])
+    ):
+        return Activation(*tried[5:])
+    if torch.compiler.is_compiling():
+        return _activation_at(id(module))
+    activation = _try(module, limit, alpha)
+    # Plain values and the module's own attributes: unpickling them imports no tilemoe.
+    vars(module)[_TRIED] = (function, _gate(module), limit, alpha, _settings(function), *activation)
+    return activation
+
+
+def _gate(module: nn.Module) -> Any:
+    """The function that the module, or else its class, has for its gate; None if ungated."""
+    own = vars(module)
+    return own["_apply_gate"] if "_apply_gate" in own else getattr(type(module), "_apply_gate", None)
+
+
+def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
+    """An activation's own numbers by name, such as a slope. `training` is left out: `_try` looks at both modes."""
+    if not isinstance(function, nn.Module):
+        return ()
+    kinds = (bool, int, float, str)
+    return tuple((k, v) for k, v in vars(function).items() if isinstance(v, kinds) and k[0] != "_" and k != "training")
+
+
+@constant_when_traced
+def _activation_at(address: int) -> Activation:
+    """The activation of the module at this address: PyTorch 2.11 passes no modules to what it runs while it traces.
+
+    The module is alive, and PyTorch guards the address, so that the graph is for this module alone.
+    """
+    module = ctypes.cast(address, ctypes.py_object).value
+    return _try(module, *_limit_and_alpha(module))
+
+
+def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activation:
+    is_gated = getattr(module, "has_gate", True)
+    function: Any = module._apply_gate if is_gated else module.act_fn
+    inner = getattr(module, "act_fn", None)
+    if isinstance(inner, nn.Module) and any(True for _ in inner.parameters()):
+        raise refusal(module, f"its activation {type(inner).__name__} has parameters, which tilemoe would not train")
+    if isinstance(inner, nn.Module) and any(True for _ in inner.buffers()):
+        raise refusal(module, f"its activation {type(inner).__name__} has buffers, which could change unseen")
+
+    reason = "its gate is none of tilemoe's activations" if is_gated else "its activation is none of tilemoe's"
+    try:
+        with _disable_current_modes():  # some have no values to try, and torch.export's puts them into its graph
+            spec = recognised_activation(_in_both_modes(module, function), is_gated=is_gated, limit=limit, alpha=alpha)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise refusal(module, f"{reason}: trying it out failed with {error!r}") from error
+    if spec is None:
+        raise refusal(module, reason)
+    entry = REGISTRY[spec.name]
+    return Activation(spec.name, spec.gate_up, spec.limit if entry.limit else None, spec.alpha if entry.alpha else None)
+
+
+def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of the module, computed in training and in evaluation. ValueError if the two differ."""
+    inner = getattr(module, "act_fn", None)
+    parts = [module, *(inner.modules() if isinstance(inner, nn.Module) else ())]
+
+    def compute(h: Tensor) -> Tensor:
+        modes, given = [part.training for part in parts], []
+        try:
+            for mode in (True, False):
+                for part in parts:
+                    part.training = mode
+                given.append(function(h.clone()))
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
+        if not torch.equal(*given):
+            raise ValueError("it computes something else in training than in evaluation")
+        return given[0]
+
+    return compute
+
+
+def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
+    """The limit and the alpha of a clamped gate, None where it has none."""
+    return _number(module, _LIMITS), _number(module, _ALPHAS)
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
+    """The first of these attributes that is a positive number, which is what a limit or an alpha is."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
+            return float(value)
+    return None
+
+
+def refusal(module: nn.Module, reason: str) -> ValueError:
+    return ValueError(f"experts_implementation='tilemoe' cannot compute {name_of(module)}: {reason}; {_INSTEAD}")
+
+
+def name_of(module: nn.Module) -> str:
+    kind = getattr(getattr(module, "config", None), "model_type", "a model of unknown type")
+    return f"{type(module).__name__} ({kind})"

@@ -11,33 +11,26 @@ a model that tilemoe does not compute exactly is refused.
 
 from __future__ import annotations
 
-import ctypes
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tilemoe.activations import REGISTRY
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
-from tilemoe.integrations.gates import recognised_activation
+from tilemoe.integrations.gates import activation_of, name_of, refusal
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
-from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.tracing import autocast_dtype, constant_when_traced
+from tilemoe.runtime.tracing import autocast_dtype
 
 NAME = "tilemoe"
 OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list
 _UPGRADE = "pip install -U 'transformers>=5.7'"
-
-_INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
-# Where models keep the bound and the slope of a clamped gate.
-_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
 def register() -> None:
@@ -108,11 +101,11 @@ def use(model: nn.Module) -> int:
     owned = {module for owner in owners for module in owner.modules()}
     for module in modules.values():
         _weights(module)
-        _activation_of(module)
+        activation_of(module)
         if module not in owned and module.config._experts_implementation != NAME:  # type: ignore[union-attr]
             raise ValueError(
-                f"{_name(module)} did not take up the implementation: pass the whole model, not a part of it, or load "
-                f"it with experts_implementation={NAME!r}"
+                f"{name_of(module)} did not take up the implementation: pass the whole model, not a part of it, or "
+                f"load it with experts_implementation={NAME!r}"
             )
     for owner in owners:
         owner.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
@@ -134,7 +127,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         ValueError: tilemoe does not compute these experts.
     """
     weights = _weights(self)
-    activation = _activation_of(self)
+    activation = activation_of(self)
     x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     if x.dtype != weights.w1.dtype and autocast_dtype(x.device.type) is None:
         x = x.to(weights.w1.dtype)
@@ -172,15 +165,15 @@ def check_experts(module: nn.Module) -> None:
     implementation = module.config._experts_implementation  # type: ignore[union-attr]
     if implementation != NAME:
         raise ValueError(
-            f"{_name(module)} computes its experts by {implementation!r}, which does not dispatch tokens; call "
+            f"{name_of(module)} computes its experts by {implementation!r}, which does not dispatch tokens; call "
             "tilemoe.integrations.transformers.use(model) first"
         )
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(
-            f"{_name(module)} is divided by transformers' own expert parallelism; load it without distributed_config"
+            f"{name_of(module)} is divided by transformers' own expert parallelism; load it without distributed_config"
         )
     _weights(module)
-    _activation_of(module)
+    activation_of(module)
 
 
 # Attribute of an experts module that is sharded over processes: its dispatcher.
@@ -209,7 +202,7 @@ class _Weights(NamedTuple):
 def _weights(module: nn.Module) -> _Weights:
     """The module's weights; ValueError if they, or what is done with them, are not what tilemoe computes."""
     if getattr(module, "has_post_expert_norm", False):
-        raise _refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
+        raise refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
     up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
     has_bias = getattr(module, "has_bias", False)
     w1, w2 = _weight(module, up), _weight(module, "down_proj")
@@ -227,129 +220,20 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     except AttributeError:
         tensor = None
     if not isinstance(tensor, Tensor):
-        raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
+        raise refusal(module, f"it has no weight {name}; quantised weights are not computed")
     tensor = _dispatcher_of(module).local_weight(tensor)
     # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
         why = "quantised weights are not computed"
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
             why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
-        raise _refusal(module, f"{name} is a {type(tensor).__name__} of {tensor.dtype}; {why}")
+        raise refusal(module, f"{name} is a {type(tensor).__name__} of {tensor.dtype}; {why}")
     return tensor
-
-
-# Attribute of a module whose activation is known: what it was found from, then what was found,
-# (act_fn, its gate's function, limit, alpha, act_fn's own numbers, *activation).
-_TRIED = "_tilemoe_activation"
-
-
-def _activation_of(module: nn.Module) -> Activation:
-    """The module's activation. It is tried out once, and again after something that it depends on was replaced.
-
-    If the module was tried before, a trace reads the result: PyTorch guards its values, so that one graph serves all
-    layers. Else the graph is for this module alone, and PyTorch keeps few graphs of one function (8 by default).
-    """
-    function = getattr(module, "act_fn", None)
-    limit, alpha = _limit_and_alpha(module)
-    tried: tuple[Any, ...] | None = vars(module).get(_TRIED)
-    if (
-        tried is not None
-        and (tried[0] is function and tried[1] is _gate(module) and tried[2:4] == (limit, alpha))
-        and all(getattr(function, name, None) == value for name, value in tried[4])
-    ):
-        return Activation(*tried[5:])
-    if torch.compiler.is_compiling():
-        return _activation_at(id(module))
-    activation = _try(module, limit, alpha)
-    # Plain values and the module's own attributes: unpickling them imports no tilemoe.
-    vars(module)[_TRIED] = (function, _gate(module), limit, alpha, _settings(function), *activation)
-    return activation
-
-
-def _gate(module: nn.Module) -> Any:
-    """The function that the module, or else its class, has for its gate; None if ungated."""
-    own = vars(module)
-    return own["_apply_gate"] if "_apply_gate" in own else getattr(type(module), "_apply_gate", None)
-
-
-def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
-    """An activation's own numbers by name, such as a slope. `training` is left out: `_try` looks at both modes."""
-    if not isinstance(function, nn.Module):
-        return ()
-    kinds = (bool, int, float, str)
-    return tuple((k, v) for k, v in vars(function).items() if isinstance(v, kinds) and k[0] != "_" and k != "training")
-
-
-@constant_when_traced
-def _activation_at(address: int) -> Activation:
-    """The activation of the module at this address: PyTorch 2.11 passes no modules to what it runs while it traces.
-
-    The module is alive, and PyTorch guards the address, so that the graph is for this module alone.
-    """
-    module = ctypes.cast(address, ctypes.py_object).value
-    return _try(module, *_limit_and_alpha(module))
-
-
-def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activation:
-    is_gated = getattr(module, "has_gate", True)
-    function: Any = module._apply_gate if is_gated else module.act_fn
-    inner = getattr(module, "act_fn", None)
-    if isinstance(inner, nn.Module) and any(True for _ in inner.parameters()):
-        raise _refusal(module, f"its activation {type(inner).__name__} has parameters, which tilemoe would not train")
-    if isinstance(inner, nn.Module) and any(True for _ in inner.buffers()):
-        raise _refusal(module, f"its activation {type(inner).__name__} has buffers, which could change unseen")
-
-    reason = "its gate is none of tilemoe's activations" if is_gated else "its activation is none of tilemoe's"
-    try:
-        with _disable_current_modes():  # some have no values to try, and torch.export's puts them into its graph
-            spec = recognised_activation(_in_both_modes(module, function), is_gated=is_gated, limit=limit, alpha=alpha)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise _refusal(module, f"{reason}: trying it out failed with {error!r}") from error
-    if spec is None:
-        raise _refusal(module, reason)
-    entry = REGISTRY[spec.name]
-    return Activation(spec.name, spec.gate_up, spec.limit if entry.limit else None, spec.alpha if entry.alpha else None)
-
-
-def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``function`` of the module, computed in training and in evaluation. ValueError if the two differ."""
-    inner = getattr(module, "act_fn", None)
-    parts = [module, *(inner.modules() if isinstance(inner, nn.Module) else ())]
-
-    def compute(h: Tensor) -> Tensor:
-        modes, given = [part.training for part in parts], []
-        try:
-            for mode in (True, False):
-                for part in parts:
-                    part.training = mode
-                given.append(function(h.clone()))
-        finally:
-            for part, mode in zip(parts, modes, strict=True):
-                part.training = mode
-        if not torch.equal(*given):
-            raise ValueError("it computes something else in training than in evaluation")
-        return given[0]
-
-    return compute
-
-
-def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
-    """The limit and the alpha of a clamped gate, None where it has none."""
-    return _number(module, _LIMITS), _number(module, _ALPHAS)
-
-
-def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
-    """The first of these attributes that is a positive number, which is what a limit or an alpha is."""
-    for name in names:
-        value = getattr(module, name, None)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
-            return float(value)
-    return None
 
 
 def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
     """Stands in the table of transformers' FP8 experts, so that asking for tilemoe there says why not."""
-    raise _refusal(self, "its weights are quantised to FP8")
+    raise refusal(self, "its weights are quantised to FP8")
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -385,15 +269,6 @@ def _owners(model: nn.Module) -> list[nn.Module]:
             owners.append(module)
             inside.update(module.modules())
     return owners
-
-
-def _refusal(module: nn.Module, reason: str) -> ValueError:
-    return ValueError(f"experts_implementation='tilemoe' cannot compute {_name(module)}: {reason}; {_INSTEAD}")
-
-
-def _name(module: nn.Module) -> str:
-    kind = getattr(getattr(module, "config", None), "model_type", "a model of unknown type")
-    return f"{type(module).__name__} ({kind})"
 
 
 def _tables() -> list[Any]:
