@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
+from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
 from tilemoe.integrations.gates import activation_of, name_of, refusal
+from tilemoe.integrations.quantized_weight import QuantizedWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
+from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
+from tilemoe.ops.lora import moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.tracing import autocast_dtype
@@ -132,25 +135,13 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if x.dtype != weights.w1.dtype and autocast_dtype(x.device.type) is None:
         x = x.to(weights.w1.dtype)
     dispatcher, out = _dispatcher_of(self), None
-    if isinstance(dispatcher, LocalDispatcher):
+    if isinstance(dispatcher, LocalDispatcher) and not isinstance(weights.w1, QuantizedWeight):
         out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
     if out is None:
         down_proj: Any = self.down_proj  # of all experts, where `weights` are those of this process
         here = dispatcher.dispatch(x, plan_topk(top_k_index, down_proj.shape[0]), top_k_weights)
         with here.saving():
-            out = moe(
-                here.x,
-                weights.w1,
-                weights.w2,
-                here.plan,
-                here.scores,
-                activation=activation.name,
-                gate_up=activation.gate_up,
-                b1=weights.b1,
-                b2=weights.b2,
-                activation_limit=activation.limit,
-                activation_alpha=activation.alpha,
-            )
+            out = _moe(here, weights, activation)
         out = dispatcher.combine(out, here)
     if out.dtype != hidden_states.dtype:
         out = out.to(hidden_states.dtype)
@@ -158,6 +149,23 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if hidden_states.ndim != 2:
         out = torch.ops.aten._unsafe_view.default(out, hidden_states.shape)
     return out
+
+
+def _moe(here: Dispatched, weights: _Weights, activation: Activation) -> Tensor:
+    """(M, d) of what was dispatched, for autograd."""
+    settings: dict[str, Any] = {
+        "activation": activation.name,
+        "gate_up": activation.gate_up,
+        "b1": weights.b1,
+        "b2": weights.b2,
+        "activation_limit": activation.limit,
+        "activation_alpha": activation.alpha,
+    }
+    w1, w2 = weights.w1, weights.w2
+    if isinstance(w1, QuantizedWeight) and isinstance(w2, QuantizedWeight):
+        adapters = adapters_of(w1, w2)
+        return moe_lora(here.x, w1.stored, w2.stored, here.plan, here.scores, adapters, **settings)
+    return moe(here.x, w1, w2, here.plan, here.scores, **settings)
 
 
 def check_experts(module: nn.Module) -> None:
@@ -222,6 +230,12 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise refusal(module, f"it has no weight {name}; quantised weights are not computed")
     tensor = _dispatcher_of(module).local_weight(tensor)
+    if isinstance(tensor, QuantizedWeight):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{name_of(module)} has {name} in 4 bit, which cannot be trained; call {name}.requires_grad_(False)"
+            )
+        return tensor
     # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
         why = "quantised weights are not computed"
@@ -239,8 +253,13 @@ def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose forward transformers chooses by ``experts_implementation``; its decorator marks them so."""
     for name, module in model.named_modules():
-        if vars(module).keys() >= {"has_gate", "is_transposed", "config"}:  # its own: wrappers pass on what they wrap
+        if is_experts_module(module):
             yield name, module
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """Whether it is one of `experts_modules`."""
+    return vars(module).keys() >= {"has_gate", "is_transposed", "config"}  # its own: wrappers pass on what they wrap
 
 
 # Where PEFT, torch.compile, checkpoint_wrapper and FSDP keep what they wrap, as a part of a module's name.

@@ -1,0 +1,204 @@
+"""transformers' experts in 4 bit compute what the dequantised model computes, and PEFT trains adapters on them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import COMMON, FAMILIES, Family, tokens
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
+from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
+from tilemoe.testing import assert_equal
+
+pytestmark = pytest.mark.usefixtures("unregistered_after")
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def wide(family: str, **more: Any) -> Any:
+    """A model of the family whose widths NF4 takes."""
+    found = FAMILIES[family]
+    sizes = {key: value for key, value in found.sizes.items() if key not in WIDE}
+    return Family(found.prefix, sizes, found.moe_layers, COMMON | WIDE, found.config).make(**more)
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    """With adapters of PEFT, shaken, so that none is zero."""
+    settings = {"r": 2, "lora_alpha": 3, "target_modules": [], "target_parameters": EXPERTS} | settings
+    peft = get_peft_model(model, LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return peft
+
+
+def step(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    out = model(input_ids=tokens(), labels=tokens())
+    out.loss.backward()
+    return (
+        out.loss.detach(),
+        out.logits.detach(),
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_that_of_the_dequantised_model(family: str) -> None:
+    """Adapters of PEFT on the experts and on attention, in fp32, in training with gradient checkpointing."""
+    model = wide(family).train()
+    assert quantize_experts(model) == FAMILIES[family].moe_layers
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    peft = adapted(model, target_modules=["q_proj", "q_b_proj"])
+    loss, logits, grads = step(peft)
+    assert all(isinstance(w, QuantizedWeight) for _, _, w in quantized_weights(peft))
+    assert dequantize_experts(peft) == 2 * FAMILIES[family].moe_layers
+    model.set_experts_implementation("eager")
+    want_loss, want_logits, want = step(peft)
+    torch.testing.assert_close((loss, logits), (want_loss, want_logits), rtol=1e-5, atol=1e-5)
+    assert sum(".experts." in name for name in grads) == 4 * FAMILIES[family].moe_layers
+    assert all(grad.any() for grad in grads.values())
+    torch.testing.assert_close(grads, want, rtol=1e-4, atol=1e-5)
+
+
+def test_peft_s_path_makes_no_weight_whole() -> None:
+    """The largest tensor that a step makes outside of the experts' operators is far smaller than a weight."""
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, (tuple, list)) else [out]:
+                if type(each) is Tensor:
+                    self.largest = max(self.largest, each.untyped_storage().nbytes() // 4)
+            return out
+
+    def largest(model: nn.Module) -> int:
+        with Sizes() as sizes:
+            step(model)
+        return sizes.largest
+
+    model = wide("mixtral", num_local_experts=16)
+    quantize_experts(model)
+    peft = adapted(model, r=1)
+    size = 16 * 64 * 64  # of down_proj; the adapters' largest has 16 * 128
+    assert largest(peft) <= size // 8
+    dequantize_experts(peft)
+    assert largest(peft) >= 2 * size, "PEFT makes plain weights whole"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_parameters": EXPERTS[:1]},
+        {"target_parameters": EXPERTS[1:]},
+        {"rank_pattern": {"experts.down_proj": 5}, "alpha_pattern": {"experts.gate_up_proj": 7}},
+        {"use_rslora": True},
+        {"target_modules": ["q_proj"], "target_parameters": None},
+    ],
+)
+def test_whatever_peft_adapts(settings: dict[str, Any]) -> None:
+    model = wide("gpt_oss")
+    quantize_experts(model)
+    peft = adapted(model, **settings)
+    found = step(peft)
+    with peft.disable_adapter():
+        assert not torch.allclose(peft(input_ids=tokens()).logits, found[1], atol=1e-3)
+    dequantize_experts(peft)
+    torch.testing.assert_close(found, step(peft), rtol=1e-4, atol=1e-5)
+
+
+def test_bits_are_those_of_the_kernels_format_and_weights_stay_frozen() -> None:
+    model, plain = wide("olmoe"), wide("olmoe")
+    quantize_experts(model)
+    for module, name, weight in quantized_weights(model):
+        assert not weight.requires_grad
+        key = next(key for key, each in model.named_modules() if each is module)
+        want = quantize_nf4(plain.get_parameter(f"{key}.{name}"))
+        assert_equal(weight.tensors(), [want.codes, want.absmax])
+    module.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"has gate_up_proj in 4 bit, which cannot be trained; call gate_up_proj.req"):
+        model(input_ids=tokens())
+
+
+def test_casts_copies_and_kbit_training_leave_the_bits() -> None:
+    model = wide("qwen3_moe")
+    quantize_experts(model)
+    bits = [t.clone() for _, _, weight in quantized_weights(model) for t in weight.tensors()]
+    for changed in (copy.deepcopy(model), prepare_model_for_kbit_training(model.bfloat16()), model.to("cpu")):
+        weights = [weight for _, _, weight in quantized_weights(changed)]
+        assert len(weights) == 4
+        assert {weight.dtype for weight in weights} == {torch.float32}
+        assert_equal([t for weight in weights for t in weight.tensors()], bits)
+    peft = adapted(model)
+    want = step(peft)[0]
+    model.bfloat16()
+    assert {weight.dtype for _, _, weight in quantized_weights(model)} == {torch.bfloat16}
+    torch.testing.assert_close(step(peft)[0].float(), want, rtol=2e-2, atol=0)
+
+
+def test_what_would_need_plain_weights_says_so() -> None:
+    model = wide("olmoe")
+    quantize_experts(model)
+    with pytest.raises(
+        ValueError, match=r"OlmoeExperts \(olmoe\) cannot be stored in 4 bit: it is Nf4Weight .* already"
+    ):
+        quantize_experts(model)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="only experts_implementation='tilemoe' computes with it"):
+        model(input_ids=tokens())
+    model.set_experts_implementation("tilemoe")
+    peft = adapted(model)
+    with pytest.raises(ValueError, match=r"dequantize_experts\(model\) makes it plain again"):
+        peft.merge_and_unload()
+    peft.add_adapter("second", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
+    peft.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="4 bit"):
+        peft(input_ids=tokens())
+
+
+def test_a_merged_model_is_plain(tmp_path: Path) -> None:
+    """Adapters trained on 4 bit load into the plain model, too, and merge there."""
+    plain = wide("deepseek_v3", dtype=torch.bfloat16)
+    model = wide("deepseek_v3", dtype=torch.bfloat16)
+    quantize_experts(model)
+    peft = adapted(model, target_modules=["q_b_proj"])
+    peft.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        want = peft(input_ids=tokens()).logits
+    dequantize_experts(peft)
+    merged = peft.merge_and_unload()
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.float32}
+    torch.testing.assert_close(merged(input_ids=tokens()).logits, want, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert not torch.allclose(loaded(input_ids=tokens()).logits, want, atol=1e-3)
+    loaded.merge_and_unload()
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "reason"),
+    [
+        ("olmoe", {"hidden_size": 96}, "hidden_size must be a multiple of 64, the block of NF4, got 96"),
+        ("gpt_oss", {"intermediate_size": 96}, "intermediate_size must be a multiple of 64, the block of NF4, got 96"),
+        ("mixtral", {"dtype": torch.float64}, "its weights are fp64, and scales are fp32; cast the model first"),
+        ("olmoe", {"hidden_act": "quick_gelu"}, "its gate is none of tilemoe's activations"),
+    ],
+)
+def test_experts_that_cannot_be_in_4_bit_are_left_as_they_are(family: str, more: dict[str, Any], reason: str) -> None:
+    model = wide(family, **more).to(more.get("dtype", torch.float32))
+    with pytest.raises(ValueError, match=reason) as error:
+        quantize_experts(model)
+    assert "\n" not in str(error.value)
+    assert not list(quantized_weights(model))

@@ -1,0 +1,179 @@
+"""transformers' `from_pretrained` and `save_pretrained` of experts in 4 bit, through its registry of quantizers."""
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import FAMILIES, LIMIT, tokens
+from test_hf_quantized import adapted, step, wide
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from transformers.quantizers import auto
+
+from tilemoe.integrations.quantized import TilemoeConfig, quantize_experts, register_quantizer, unregister_quantizer
+from tilemoe.integrations.quantized_weight import QuantizedWeight, quantize_weight, quantized_weights
+from tilemoe.testing import assert_equal
+
+NEEDS_BITSANDBYTES = pytest.mark.skipif(
+    not transformers.utils.is_bitsandbytes_available(), reason="attention in 4 bit needs bitsandbytes"
+)
+
+
+@pytest.fixture(autouse=True)
+def _unregistered_after(unregistered_after: None) -> Iterator[None]:
+    yield
+    unregister_quantizer()
+
+
+def saved(family: str, folder: Path, **more: Any) -> PreTrainedModel:
+    model: PreTrainedModel = wide(family, **more)
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(model: PreTrainedModel, folder: Path, config: Any = None, **more: Any) -> Any:
+    """With the class of ``model``, whose gates have their limit set on the modules."""
+    found = type(model).from_pretrained(folder, quantization_config=config, **{"dtype": torch.float32} | more)
+    for module in found.modules():
+        if hasattr(module, "limit"):
+            module.limit = LIMIT
+    return found
+
+
+def tensors(model: nn.Module) -> list[Tensor]:
+    """Every parameter and buffer by its bits, in order."""
+    state = dict(sorted(model.state_dict().items()))
+    return [t for each in state.values() for t in (each.tensors() if isinstance(each, QuantizedWeight) else [each])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_loads_in_4_bit_and_back_to_the_bit(family: str, tmp_path: Path) -> None:
+    """As `quantize_experts` stores it; what was saved loads without a word about 4 bit, and trains."""
+    plain = saved(family, tmp_path / "plain")
+    model = loaded(plain, tmp_path / "plain", TilemoeConfig("nf4"))
+    quantize_experts(plain)
+    assert_equal(tensors(model), tensors(plain))
+    found = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in found
+    for source in (model, plain):  # loaded so, and quantised in place
+        source.save_pretrained(tmp_path / "saved")
+        found = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+        assert found == {"quant_method": "tilemoe", "experts": "nf4", "linear": None}
+        again = loaded(plain, tmp_path / "saved")
+        assert_equal(tensors(again), tensors(model))
+    assert again.config._experts_implementation == "tilemoe"
+    peft = adapted(again.train())
+    assert_equal(step(peft)[:2], step(adapted(model.train()))[:2])
+
+
+def test_no_more_than_a_layer_is_ever_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that is alive when a weight is quantised is counted; six layers have six times 3 * 16 * 64 * 64."""
+    layer = 3 * 16 * 64 * 64 * 2
+    kind = type(saved("qwen3_moe", tmp_path, num_hidden_layers=6, num_experts=16, dtype=torch.bfloat16).bfloat16())
+    peak = 0
+
+    def counting(*args: Any) -> nn.Parameter:
+        nonlocal peak
+        alive = (each for each in gc.get_objects() if isinstance(each, Tensor) and type(each) is not QuantizedWeight)
+        stores = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in alive
+            if t.device.type == "cpu" and t.dtype == torch.bfloat16
+        }
+        peak = max(peak, sum(stores.values()))
+        return quantize_weight(*args)
+
+    gc.collect()
+    monkeypatch.setattr("tilemoe.integrations.quantized.quantize_weight", counting)
+    model = kind.from_pretrained(tmp_path, quantization_config=TilemoeConfig(), dtype=torch.bfloat16)
+    rest = sum(p.numel() * 2 for p in model.parameters() if not isinstance(p, QuantizedWeight))
+    assert len(list(quantized_weights(model))) == 12
+    assert layer / 2 < peak < 2 * layer + rest
+
+
+def test_transformers_own_words_without_tilemoe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide("olmoe")
+    quantize_experts(model)
+    model.save_pretrained(tmp_path)
+    unregister_quantizer()
+    assert "tilemoe" not in auto.AUTO_QUANTIZER_MAPPING
+    words: list[str] = []
+    monkeypatch.setattr(auto.logger, "warning", words.append)
+    _, found = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert words[0].startswith("Unknown quantization type, got tilemoe")
+    assert "model.layers.0.mlp.experts.down_proj" in found["missing_keys"]
+    register_quantizer()
+    again, found = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    assert_equal(tensors(again), tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "reason"),
+    [
+        ("olmoe", {"hidden_size": 96}, "hidden_size must be a multiple of 64"),
+        ("olmoe", {"hidden_act": "quick_gelu"}, "its gate is none of tilemoe's activations"),
+        (None, {}, "LlamaForCausalLM has no experts whose implementation transformers lets one choose"),
+    ],
+)
+def test_refused_before_a_weight_is_read(
+    family: str | None, more: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family is None:
+        config = LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    else:
+        saved(family, tmp_path, **more)
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", None)
+    with pytest.raises(ValueError, match=reason) as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TilemoeConfig())
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    saved("olmoe", tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    found["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"quantized with FineGrainedFP8Config but you are passing a TilemoeConfig"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TilemoeConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"experts": "int3"}, "experts must be one of nf4; got 'int3'"),
+        ({"linear": BitsAndBytesConfig(load_in_8bit=True)}, r"linear must be None or BitsAndBytesConfig\(load_in_4bit"),
+        ({"rank": 8}, "TilemoeConfig takes experts and linear, got 'rank' too; leave it out"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TilemoeConfig(**settings)
+
+
+@NEEDS_BITSANDBYTES
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4"])
+def test_attention_in_4_bit_beside_the_experts(family: str, tmp_path: Path) -> None:
+    """Routers and the head stay plain; loaded so, and the experts quantised after bitsandbytes had its part."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    )
+    plain = saved(family, tmp_path / "plain")
+    model = loaded(plain, tmp_path / "plain", TilemoeConfig("nf4", settings)).train()
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if "Linear" in type(module).__name__}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "Linear4bit"
+    whole = [name for name, kind in kinds.items() if kind == "Linear"]
+    assert whole == ["model.layers.0.router.proj", "model.layers.1.router.proj", "lm_head"][-len(whole) :]
+    model.save_pretrained(tmp_path / "saved")
+    again = loaded(plain, tmp_path / "saved").train()
+    assert_equal(step(adapted(again))[:2], step(adapted(model))[:2])
+    if family == "qwen3_moe":
+        other = loaded(plain, tmp_path / "plain", settings).train()
+        assert quantize_experts(other) == 2
+        assert_equal([other(input_ids=tokens()).logits], [loaded(plain, tmp_path / "saved").train()(tokens()).logits])

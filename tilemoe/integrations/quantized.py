@@ -1,0 +1,307 @@
+"""transformers' quantizer "tilemoe": `from_pretrained` stores experts in 4 bit as it reads them, and loads them so.
+
+E experts · p, q the last two dimensions of a weight, as its module has it
+
+Each layer's weights are merged by transformers' own converters, quantised, and freed before those of the next are read.
+A saved weight ``down_proj`` is the tensors ``down_proj_codes`` and ``down_proj_absmax``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tilemoe.checks import require_choice, require_type, shown
+from tilemoe.integrations.quantized_weight import (
+    STORAGES,
+    QuantizedWeight,
+    check_quantizable,
+    make_dense,
+    quantize_weight,
+    weight_names,
+)
+from tilemoe.integrations.transformers import NAME, experts_modules, is_experts_module, use
+
+
+class TilemoeConfig(QuantizationConfigMixin):
+    """``quantization_config=`` of `from_pretrained`: experts in 4 bit, computed by tilemoe.
+
+    ``experts``: "nf4". ``linear``: transformers' BitsAndBytesConfig(load_in_4bit=True, ...), or its dict, for the
+    linear layers beside the experts (attention, dense and shared experts); None leaves them as they are. The head and
+    routers always stay. Making one registers the quantizer.
+
+    Raises:
+        ValueError: ``experts`` is none of these, ``linear`` is another kind of setting, or there is an argument more.
+
+    Examples:
+        >>> from tilemoe.integrations.quantized import TilemoeConfig
+        >>> TilemoeConfig("nf4").to_dict()
+        {'quant_method': 'tilemoe', 'experts': 'nf4', 'linear': None}
+    """
+
+    def __init__(self, experts: str = "nf4", linear: Any = None, **more: Any) -> None:
+        more.pop("quant_method", None)  # of a saved one
+        if more:
+            raise ValueError(f"TilemoeConfig takes experts and linear, got {shown(next(iter(more)))} too; leave it out")
+        require_choice("experts", experts, tuple(STORAGES))
+        if isinstance(linear, dict):
+            linear = BitsAndBytesConfig.from_dict(linear)
+        if linear is not None and not (isinstance(linear, BitsAndBytesConfig) and linear.load_in_4bit):
+            raise ValueError(f"linear must be None or BitsAndBytesConfig(load_in_4bit=True), got {shown(linear)}")
+        self.quant_method, self.experts, self.linear = NAME, experts, linear
+        register_quantizer()
+
+    def to_dict(self) -> dict[str, Any]:
+        linear = self.linear and self.linear.to_dict()
+        return {"quant_method": self.quant_method, "experts": self.experts, "linear": linear}
+
+
+def register_quantizer() -> None:
+    """Enter "tilemoe" into transformers' registry of quantizers. Idempotent."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = TilemoeConfig
+    AUTO_QUANTIZER_MAPPING[NAME] = TilemoeQuantizer
+
+
+def unregister_quantizer() -> None:
+    """Undo `register_quantizer`."""
+    for table in (AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING):
+        table.pop(NAME, None)
+
+
+def quantize_experts(model: nn.Module, storage: str = "nf4") -> int:
+    """Store the experts of ``model`` in 4 bit, in place and frozen; returns the number of its MoE layers.
+
+    ``model`` is one of transformers, bare or wrapped by PEFT, on any device. Its experts are computed by tilemoe from
+    then on (`tilemoe.integrations.transformers.use`). Weights are quantised one after the other, so that beside the
+    model there is never more than one of them. The model saves and loads as one that `from_pretrained` quantised.
+
+    Raises:
+        ValueError: as `use`; or ``storage`` is none, the experts cannot be stored so (widths, fp64), or are stored so
+            already, or are shared by processes or trained in full. Then the model is as it was.
+
+    Examples:
+        >>> from tilemoe.integrations.quantized import quantize_experts
+        >>> from transformers import AutoModelForCausalLM, OlmoeConfig
+        >>> config = OlmoeConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+        >>> quantize_experts(AutoModelForCausalLM.from_config(config))
+        2
+    """
+    require_type("model", model, nn.Module)
+    require_choice("storage", storage, tuple(STORAGES))
+    modules = dict(experts_modules(model))
+    for name, module in modules.items():
+        check_quantizable(module, storage)
+        if ".modules_to_save." in name:
+            raise ValueError(
+                f"PEFT trains a copy of {name} in full, which cannot be in 4 bit; leave it out of modules_to_save"
+            )
+    layers = use(model)
+    for module in modules.values():
+        module.requires_grad_(False)
+        for name in weight_names(module):
+            setattr(module, name, quantize_weight(module.get_parameter(name), STORAGES[storage]))
+    _mark_quantized(model, storage)
+    return layers
+
+
+def dequantize_experts(model: nn.Module) -> int:
+    """Make the experts of ``model`` that are in 4 bit plain parameters of their dtype again, in place.
+
+    They stay frozen. Returns the number of weights. Adapters of PEFT stay as they are; ``model.merge_and_unload()``
+    merges them then.
+
+    Examples:
+        >>> from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
+        >>> from transformers import AutoModelForCausalLM, OlmoeConfig
+        >>> config = OlmoeConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+        >>> model = AutoModelForCausalLM.from_config(config)
+        >>> layers = quantize_experts(model)
+        >>> dequantize_experts(model)
+        2
+    """
+    count = make_dense(model)
+    _mark_dequantized(model)
+    return count
+
+
+class TilemoeQuantizer(HfQuantizer):
+    """Stores experts, and by bitsandbytes linear layers, as a `TilemoeConfig` says."""
+
+    quantization_config: TilemoeConfig
+
+    def __init__(self, quantization_config: TilemoeConfig, **kwargs: Any) -> None:
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)  # what a model adds is for that model alone
+        self.storage = STORAGES[quantization_config.experts]
+        linear = self.quantization_config.linear
+        self.linear = None if linear is None else Bnb4BitHfQuantizer(linear, **kwargs)
+        self.serialized_names: dict[str, list[str]] = {}  # of experts, as soon as the model is known
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        devices = kwargs.get("device_map")
+        if isinstance(devices, dict) and "disk" in devices.values():
+            raise ValueError("experts in 4 bit cannot be offloaded to disk; leave 'disk' out of device_map")
+        if self.linear is not None:
+            self.linear.validate_environment(*args, **kwargs)
+
+    def update_device_map(self, device_map: Any) -> Any:
+        return device_map if self.linear is None else self.linear.update_device_map(device_map)
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        if _is_of_experts(model, param_name):
+            return True
+        return self.linear is not None and self.linear.param_needs_quantization(model, param_name, **kwargs)
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        if _is_of_experts(model, param_name):
+            return 0.5625  # 4 bits, and 4 bytes for 64 values
+        linear = self.linear
+        return param.element_size() if linear is None else linear.param_element_size(model, param_name, param)
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        for _, module in experts_modules(model):
+            check_quantizable(module, self.quantization_config.experts)
+            for name in weight_names(module):
+                self.serialized_names[name] = [f"{name}_{part}" for part in self.storage.names]
+        use(model)
+        if self.linear is not None:
+            settings = self.linear.quantization_config
+            given = settings.llm_int8_skip_modules
+            skipped = self.get_modules_to_not_convert(model, given, add_default_skips=True)
+            settings.llm_int8_skip_modules = sorted({*skipped, *_routers(model)})
+            self.linear._process_model_before_weight_loading(model, **kwargs)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Of a model that was saved in 4 bit."""
+        if not self.pre_quantized:
+            return []
+        ours = [WeightConverter(names, param, [_Join(self)]) for param, names in self.serialized_names.items()]
+        return ours + ([] if self.linear is None else self.linear.get_weight_conversions())
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        for name, module in experts_modules(model):
+            module.requires_grad_(False)
+            for weight in weight_names(module):
+                if not isinstance(getattr(module, weight), QuantizedWeight):
+                    raise ValueError(f"the folder has no weights {name}.{weight}; save or download it again")
+        vars(model)["is_loaded_in_4bit"] = True  # what PEFT and TRL look at
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        state = model.state_dict()
+        for name in [name for name, value in state.items() if isinstance(value, QuantizedWeight)]:
+            for part, tensor in zip(self.storage.names, state.pop(name).tensors(), strict=True):
+                state[f"{name}_{part}"] = tensor
+        return state, {}
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        make_dense(model)
+        return model if self.linear is None else self.linear._dequantize(model, dtype=dtype)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+class _Quantize(ConversionOps):
+    """Stores a merged weight (E, p, q), or gives bitsandbytes what is not an expert's."""
+
+    def __init__(self, quantizer: TilemoeQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        model = kwargs["model"]
+        if not all(_is_of_experts(model, name) for name in input_dict):
+            assert self.hf_quantizer.linear is not None, "`param_needs_quantization` asked it"
+            return self.hf_quantizer.linear.get_quantize_ops().convert(input_dict, **kwargs)
+        storage = self.hf_quantizer.storage
+        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {name: quantize_weight(value, storage) for name, value in values.items()}
+
+
+class _Join(ConversionOps):
+    """Makes a weight of the tensors that it was saved as."""
+
+    def __init__(self, quantizer: TilemoeQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        name, storage = kwargs["full_layer_name"], self.hf_quantizer.storage
+        parts = {key.rpartition("_")[2]: value[0] for key, value in input_dict.items()}
+        if missing := [part for part in storage.names if part not in parts]:
+            raise ValueError(f"the folder has no {name}_{missing[0]}; save or download it again")
+        dtype = kwargs["model"].get_parameter(name).dtype
+        weight = QuantizedWeight(storage.whole(*(parts[part] for part in storage.names)), dtype)
+        return {name: nn.Parameter(weight, requires_grad=False)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self  # never called: `get_state_dict_and_metadata` has taken the weights apart
+
+
+def _is_of_experts(model: nn.Module, name: str) -> bool:
+    """Whether the parameter is a weight of an experts module."""
+    module, key = get_module_from_name(model, name)
+    return is_experts_module(module) and key in weight_names(module)
+
+
+def _routers(model: nn.Module) -> set[str]:
+    """The names of the linear layers beside experts that have an output for each."""
+    found = set()
+    for name, module in experts_modules(model):
+        block, experts = name.rpartition(".")[0], module.get_parameter(weight_names(module)[1]).shape[0]
+        for beside, each in model.get_submodule(block).named_modules():
+            if isinstance(each, nn.Linear) and each.out_features == experts:
+                found.add(f"{block}.{beside}")
+    return found
+
+
+def _mark_quantized(model: nn.Module, storage: str) -> None:
+    """Make the models of transformers in ``model`` ones that this quantizer loaded: they save and train as such."""
+    for owner in _outermost(model):
+        kind = getattr(vars(owner).get("hf_quantizer"), "quantization_config", None)
+        quantizer = TilemoeQuantizer(TilemoeConfig(storage, kind if isinstance(kind, BitsAndBytesConfig) else None))
+        vars(owner).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=NAME)
+        quantizer.postprocess_model(owner)
+
+
+def _mark_dequantized(model: nn.Module) -> None:
+    """Undo `_mark_quantized`: what is left in 4 bit is bitsandbytes' alone."""
+    for owner in _outermost(model):
+        quantizer = vars(owner).get("hf_quantizer")
+        if not isinstance(quantizer, TilemoeQuantizer):
+            continue
+        quantizer.remove_quantization_config(owner)
+        linear = quantizer.linear
+        vars(owner)["is_loaded_in_4bit"] = linear is not None
+        if linear is not None:
+            method = linear.quantization_config.quant_method
+            vars(owner).update(hf_quantizer=linear, is_quantized=True, quantization_method=method)
+            linear.postprocess_model(owner)
+
+
+def _outermost(model: nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers in ``model`` that are no part of another."""
+    found: list[PreTrainedModel] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found

@@ -1,0 +1,187 @@
+"""A weight of transformers' experts that is stored in 4 bit, with what PEFT's adapters add to it.
+
+d hidden_size · n intermediate_size · E experts · p, q the last two dimensions of a weight, as its module has it
+r rank of an adapter
+
+A `QuantizedWeight` takes the place of a stacked parameter (E, p, q) under its name, with its shape and dtype, so that
+transformers and PEFT treat it as the frozen weight that it stands for. What PEFT would add to it,
+``W + scale left right``, stays apart: `tilemoe.ops.lora.moe_lora` multiplies by ``left`` and ``right``, and no weight
+is ever made whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilemoe.integrations.gates import name_of
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4, why_not_nf4
+from tilemoe.ops.lora import Adapters
+
+_MISSING_RANK = 8  # of an adapter of zeros; kernels on a GPU take multiples of 8
+_INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
+
+
+class Storage(NamedTuple):
+    """How weights are stored: made of a dense one, or of its tensors; why not for widths d, n; what tensors are called.
+
+    A tensor of a weight ``down_proj`` is called ``down_proj_codes`` where weights are saved.
+    """
+
+    quantize: Callable[[Tensor], Nf4Weight]
+    whole: Callable[..., Nf4Weight]
+    why_not: Callable[[int, int], str | None]
+    names: tuple[str, ...]
+
+
+STORAGES = MappingProxyType({"nf4": Storage(quantize_nf4, Nf4Weight, why_not_nf4, ("codes", "absmax"))})
+
+
+class LowRank(NamedTuple):
+    """``scale left right`` of left (E, p, r) and right (E, r, q)."""
+
+    left: Tensor
+    right: Tensor
+    scale: float
+
+
+class QuantizedWeight(Tensor):
+    """A frozen weight (E, p, q) of ``dtype`` that is stored in 4 bit, and what an adapter adds to it, if anything."""
+
+    stored: Nf4Weight
+    added: LowRank | None
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedWeight], stored: Nf4Weight, dtype: torch.dtype, added: LowRank | None = None
+    ) -> QuantizedWeight:
+        codes = stored.codes
+        made: QuantizedWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=codes.device)
+        made.stored, made.added = stored, added
+        return made
+
+    def tensors(self) -> list[Tensor]:
+        """What it consists of, in the order of `Storage.names`."""
+        return [getattr(self.stored, field.name) for field in fields(self.stored)]
+
+    def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
+        """Of what ``function`` makes of its tensors."""
+        return QuantizedWeight(type(self.stored)(*map(function, self.tensors())), dtype or self.dtype)
+
+    def transpose(self, first: int, second: int) -> QuantizedWeight:
+        """(E, q, p), not a parameter."""
+        added = self.added and LowRank(self.added.right.mT, self.added.left.mT, self.added.scale)
+        return QuantizedWeight(self.stored.transpose(first, second), self.dtype, added)
+
+    @torch.no_grad()
+    def dense(self) -> Tensor:
+        """(E, p, q) in its dtype, one expert at a time, without what an adapter adds."""
+        dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for expert, matrix in enumerate(dense):
+            matrix.copy_(self.stored.expert(expert, self.dtype))
+        return dense
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self.stored).__name__} {tuple(self.shape)} of {self.dtype} on {self.device}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.baddbmm:  # PEFT's ``W + scale left right``; here, above autograd, which must see both
+            weight, left, right = args
+            return QuantizedWeight(weight.stored, weight.dtype, LowRank(left, right, kwargs["alpha"]))
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
+            args[0].stored = args[1].stored
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        weight, aten = args[0], torch.ops.aten
+        if isinstance(weight, QuantizedWeight):
+            if func in (aten.detach.default, aten.alias.default):
+                return weight.mapped(Tensor.detach)
+            if func is aten.clone.default:
+                return weight.mapped(Tensor.clone)
+            if func is aten._to_copy.default:
+                return weight.mapped(lambda t: t.to(kwargs.get("device"), copy=True), kwargs.get("dtype"))
+            if func is aten.set_.source_Tensor and args[1] is weight:
+                return weight  # what torch.nn.utils.parametrize does to register a parametrisation
+        raise ValueError(f"{func} has an expert weight in 4 bit for an argument; {_INSTEAD}")
+
+
+def adapters_of(w1: QuantizedWeight, w2: QuantizedWeight) -> Adapters:
+    """What PEFT adds to w1 (E, w, d) and w2 (E, d, n); zeros for a weight to which it adds nothing.
+
+    Of two ranks the smaller is filled up by zeros, and of two scales w2's is multiplied into down_b.
+    """
+    rank = max((each.added.left.shape[2] for each in (w1, w2) if each.added), default=_MISSING_RANK)
+    (up_b, up_a, scale), (down_b, down_a, scale2) = _of_rank(w1, rank), _of_rank(w2, rank)
+    if w1.added is None:
+        scale = scale2
+    elif w2.added is not None and scale2 != scale:
+        down_b = down_b * (scale2 / scale)
+    return Adapters(up_a.contiguous(), up_b.contiguous(), down_a.contiguous(), down_b.contiguous(), scale)
+
+
+def _of_rank(weight: QuantizedWeight, rank: int) -> LowRank:
+    if weight.added is None:
+        experts, p, q = weight.shape
+        codes = weight.stored.codes
+        left, right = (codes.new_zeros(shape, dtype=weight.dtype) for shape in ((experts, p, rank), (experts, rank, q)))
+        return LowRank(left, right, 1.0)
+    left, right, scale = weight.added
+    more = rank - left.shape[2]
+    return LowRank(nn.functional.pad(left, (0, more)), nn.functional.pad(right, (0, 0, 0, more)), scale)
+
+
+def make_dense(model: nn.Module) -> int:
+    """Replace each weight that is in 4 bit by a plain one of its dtype, frozen, and return how many there were."""
+    count = 0
+    for module, name, weight in quantized_weights(model):
+        setattr(module, name, nn.Parameter(weight.dense(), requires_grad=False))
+        count += 1
+    return count
+
+
+def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, QuantizedWeight]]:
+    """Each weight that is in 4 bit, after the module that has it and its name there."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, QuantizedWeight):
+                yield module, name, parameter
+
+
+def quantize_weight(weight: Tensor, storage: Storage) -> nn.Parameter:
+    """A weight (E, p, q), frozen and in 4 bit."""
+    return nn.Parameter(QuantizedWeight(storage.quantize(weight), weight.dtype), requires_grad=False)
+
+
+def weight_names(module: nn.Module) -> tuple[str, str]:
+    """What an experts module of transformers calls its two weights."""
+    return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
+
+
+def check_quantizable(module: nn.Module, storage: str) -> None:
+    """ValueError unless the experts of ``module`` can be stored so; it may be on the meta device."""
+    first, second = (getattr(module, name, None) for name in weight_names(module))
+    if isinstance(first, QuantizedWeight):
+        raise _refusal(module, f"it is {first!r} already; call dequantize_experts first")
+    if type(first) is not nn.Parameter or type(second) is not nn.Parameter or not first.ndim == second.ndim == 3:
+        raise _refusal(module, "its weights are no whole stacked parameters; quantise before processes divide them")
+    if first.dtype == torch.float64:
+        raise _refusal(module, "its weights are fp64, and scales are fp32; cast the model first")
+    _, d, n = second.shape
+    if getattr(module, "is_transposed", False):
+        d, n = n, d
+    why = STORAGES[storage].why_not(d, n)
+    if why is not None:
+        raise _refusal(module, why)
+
+
+def _refusal(module: nn.Module, reason: str) -> ValueError:
+    return ValueError(f"the experts of {name_of(module)} cannot be stored in 4 bit: {reason}")
