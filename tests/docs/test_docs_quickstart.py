@@ -1,7 +1,8 @@
 """Every code block of the quick starts and of the README runs, as by a reader who takes one page after another.
 
 A block with a title is a file, the same as the one of that name in docs/quickstart. Blocks of sh run in bash, those of
-Python in one process a page.
+Python in one process a page. The README's processes are new ones; those of the quick starts are copies of this one, see
+`commands.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from commands import run_by_copies
 from helpers import HANGS, write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +41,8 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, environment: dict[str, str], *command: str) -> str:
     """What a command prints in ``folder``; it must succeed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TILEMOE_CACHE": str(folder / "cache")}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS, check=False
     )
@@ -49,8 +50,10 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def run_blocks(page: Path, folder: Path, *not_run: str) -> str:
+def run_blocks(page: Path, folder: Path, *not_run: str, run: Callable[..., str] = run_by_copies) -> str:
     """Of a page, in order; what they print. Lines that begin with one of ``not_run`` are left out."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TILEMOE_CACHE": str(folder / "cache")}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     python, printed = "", ""
     for language, title, text in blocks_of(page):
         assert language in ("sh", "python", "json"), f"{page.name} has a block of {language}, which no test runs"
@@ -61,8 +64,8 @@ def run_blocks(page: Path, folder: Path, *not_run: str) -> str:
             python += text
         else:
             lines = [line for line in text.splitlines() if not line.startswith((*NOT_RUN, *not_run))]
-            printed += run(folder, "bash", "-euo", "pipefail", "-c", "\n".join(lines)) if lines else ""
-    return printed + (run(folder, sys.executable, "-c", python) if python else "")
+            printed += run(folder, environment, "bash", "-euo", "pipefail", "-c", "\n".join(lines)) if lines else ""
+    return printed + (run(folder, environment, "python", "-c", python) if python else "")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +118,7 @@ def test_readme(pretrained: tuple[Path, str]) -> None:
         ((told,), (ran,)) = ([line.split() for line in lines if line.startswith(start)] for lines in (commands, script))
         assert {word for word in told if word.startswith("--")} <= set(ran), told
         assert "--prompt" in told or set(told) <= set(ran), told
-    run_blocks(ROOT / "README.md", pretrained[0], *OF_THE_SCRIPT)
+    run_blocks(ROOT / "README.md", pretrained[0], *OF_THE_SCRIPT, run=run)
 
 
 def test_every_page_and_script_is_run() -> None:
