@@ -27,11 +27,11 @@ TRACED := $(addprefix --ignore tests/integrations/test_titan_,moe.py trainer.py)
 	integrations parallel dispatch docs/test_docs_api.py)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
 # The tests' processes, of one thread each. One takes over what another has not begun, from the end: a module's fixtures
-# are seldom made twice.
+# are seldom made twice. Bytecode is kept, whatever the environment says: hundreds of processes import the same files.
 JOBS ?= 2
 SHARE ?= 1
 SEED ?= $(shell date +%s)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py triton_fences.py hopper_compiled.py hopper_cells.py)
 
 # Tests for a GPU run nowhere here: at least their names and calls are looked at, though not all that is strict.
