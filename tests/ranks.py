@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,7 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
         raise ValueError(f"these checks need {ranks} GPUs of one host, which has {torch.cuda.device_count()}")
     results: dict[str, str] = {}
     left = list(checks)
-    multiprocessing.set_forkserver_preload(_PRELOADED)
-    # Triton, which PyTorch imports, asks once whether it interprets.
-    method = "spawn" if os.environ.get("TRITON_INTERPRET") == "1" else "forkserver"
+    server = _fork_server(os.environ.get("TRITON_INTERPRET") == "1")
     while left:
         problem = ""
         attempt = folder / f"attempt_{len(results)}"
@@ -56,7 +55,9 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
         try:
             names = [(check.__module__, check.__name__) for check in left]
             arguments = (names, ranks, attempt, device_type, dict(os.environ))
-            start_processes(_worker, arguments, ranks, start_method=method)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+                start_processes(_worker, arguments, ranks, start_method="forkserver")
         except (ProcessRaisedException, ProcessExitedException) as error:
             problem = str(error)
         passed = [
@@ -69,6 +70,14 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
             results[failed] = problem or "a rank ended before the check did"
             _log.warning("%s failed: %s", failed, results[failed])
     return results
+
+
+@cache
+def _fork_server(interprets: bool) -> forkserver.ForkServer:
+    """One where Triton interprets and one where it does not: Triton, which PyTorch imports, asks once."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(_PRELOADED)
+    return server
 
 
 def device_of_rank() -> torch.device:

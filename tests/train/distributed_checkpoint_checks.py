@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.data import load_tokenizer
@@ -39,12 +40,13 @@ from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
+from tilemoe.train.job.agreement import of_all_ranks
 from tilemoe.train.job.processes import Job
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
 MODEL = ModelConfig(
-    vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=8,
+    vocab_size=32, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=8,
     moe=MoEConfig(8, 8, 4, 2, router=RouterConfig(selection_bias=True)), initializer_range=0.3,
 )  # fmt: skip
 EXPORTED = replace(MODEL, vocab_size=256, moe=MoEConfig(8, 8, 4, 2))  # what transformers has a place for
@@ -126,10 +128,23 @@ def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_las
 
 
 def whole_state(training: Training) -> dict[str, Tensor]:
-    """Everything in whole, as one process has it."""
+    """Everything in whole, as one process has it; gathered at once, sooner than each tensor by itself."""
     model, optimizer = training
     tensors = dict(model.state_dict()) | {f"optimizer.{k}": v for k, v in optimizer_tensors(model, optimizer).items()}
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    shared = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    parts_of_ranks = of_all_ranks({name: part_of_rank(tensor) for name, tensor in shared.items()}) if shared else []
+    for name, tensor in shared.items():
+        tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for parts in parts_of_ranks:
+            place, part = parts[name]
+            tensors[name][place] = part
+    return tensors
+
+
+def part_of_rank(tensor: DTensor) -> tuple[tuple[slice, ...], Tensor]:
+    """Where it is in the whole, and what it is."""
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(map(lambda start, size: slice(start, start + size), starts, sizes)), tensor.to_local()
 
 
 def assert_state(training: Training, kind: str, number: int) -> None:
