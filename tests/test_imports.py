@@ -68,7 +68,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
 }
 # Triton comes with PyTorch, but not on every machine.
 TRITON_HOMES = re.compile(
-    r"kernels\.experts\.(triton|hopper)\b|kernels\.\w+\.triton|runtime\.(launch|launch_trace|precompile|c_launcher|device)$"
+    r"kernels\.experts\.(triton|hopper|blackwell)\b|kernels\.\w+\.triton|runtime\.(launch|launch_trace|precompile|c_launcher|device)$"
 )
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}
 DEPENDENCIES |= {"huggingface_hub", "torchao", "wandb"}  # where they are installed; tokenizers brings the first along

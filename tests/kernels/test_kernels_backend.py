@@ -21,11 +21,11 @@ from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, forward_and_grads, make_inputs
 
-BUILT_IN = ("hopper", "hopper_fp8", "torch", "torch_fp8", "triton")
+BUILT_IN = ("blackwell", "hopper", "hopper_fp8", "torch", "torch_fp8", "triton")
 PLAN = plan_topk(torch.arange(24).view(12, 2) % 5, 5)
 INPUTS = make_inputs(PLAN, 16, 8, bias=True)
 
-NAMES = "hopper, hopper_fp8, torch, torch_fp8, triton"
+NAMES = "blackwell, hopper, hopper_fp8, torch, torch_fp8, triton"
 
 
 class Doubled(TorchBackend):
@@ -107,7 +107,8 @@ def test_what_cannot_be_registered_is_named_in_one_line(name: Any, cls: Any, mes
 
 def test_a_name_is_registered_once() -> None:
     register_backend("doubled", Doubled)
-    with pytest.raises(ValueError, match=f"name 'doubled' is taken; the backends are doubled, {NAMES}"):
+    names = NAMES.replace("blackwell", "blackwell, doubled")
+    with pytest.raises(ValueError, match=f"name 'doubled' is taken; the backends are {names}"):
         register_backend("doubled", Doubled)
 
 

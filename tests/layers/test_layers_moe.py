@@ -260,7 +260,7 @@ def test_bad_arguments_are_one_line() -> None:
     for kernels in ("no such", 3, type("Mine", (TorchBackend,), {"name": "no such"})()):
         with pytest.raises(
             ValueError,
-            match=r"kernels must be None or one of hopper, hopper_fp8, torch, torch_fp8, triton; got",
+            match=r"kernels must be None or one of blackwell, hopper, hopper_fp8, torch, torch_fp8, triton; got",
         ):
             MoE(make().cfg, kernels=kernels)
     with pytest.raises(ValueError, match="recompute must be None or 'up_proj', got 'all'"):

@@ -58,6 +58,10 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, why: WhyNot) -> Wh
     return why_not_triton(device, dtype, why) or why_not_hopper_gpu(device)
 
 
+def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
+    return "kernels='blackwell' alone takes them: they are compiled and emulated, and have never run"
+
+
 def why_not_hopper_gpu(device: torch.device) -> WhyNot:
     """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
     if not torch.cuda.is_available():
@@ -88,12 +92,22 @@ def _why_not_widths(dtype: torch.dtype, *widths: int) -> WhyNot:
 
 
 _HOME = "tilemoe.kernels.experts"
-TORCH, TRITON, HOPPER = (
+TORCH, TRITON, HOPPER, BLACKWELL = (
     f"{_HOME}.torch.backend:TorchBackend",
     f"{_HOME}.triton.backend:TritonBackend",
     f"{_HOME}.hopper.backend:HopperBackend",
+    f"{_HOME}.blackwell.backend:BlackwellBackend",
 )
 ROWS = (
+    Row(
+        "blackwell",
+        BLACKWELL,
+        "bf16",
+        "warp-specialised kernels serve",
+        None,
+        _why_not_widths,
+        _why_not_blackwell,
+    ),
     Row(
         "hopper",
         HOPPER,

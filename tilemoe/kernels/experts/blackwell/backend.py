@@ -1,0 +1,66 @@
+"""The Blackwell backend: its own GEMMs for 16-bit operands that TMA can describe, the portable kernels elsewhere.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
+
+Compiled and emulated; never run. So nothing is chosen by speed: a call goes to the portable kernel (`super()`), which
+computes the same, only where its operands demand it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.blackwell import configs, host
+from tilemoe.kernels.experts.formats.operand import GemmOperand
+from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
+from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows, has_aligned_rows
+from tilemoe.kernels.experts.triton.host import split_parts
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device, device_of, gpu
+
+
+class BlackwellBackend(TritonBackend):
+    name = "blackwell"
+    batch_invariance = "not tested"
+    nf4_batch_invariance = "not tested"
+
+    def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+        why = super().why_unsupported(device, dtype, widths)
+        if why is not None:
+            return why
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return configs.why_unsupported(gpu(index), triton.__version__)
+
+    def _up_proj_act(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
+    ) -> tuple[GemmOperand, Tensor]:
+        device = _device(x, plan, x.shape[1], w1.shape[1] // spec.width_factor)
+        parts = split_parts(w1, spec).transpose(2, 3)
+        if device is None or not (has_aligned_rows(x) and describable_weight(parts, device)):
+            return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
+        tiles, bias = listed_tiles(plan, configs.BLOCK_M), None if b1 is None else aligned_rows(b1)
+        launch, a, h = host.up_proj_act_launch(x, w1, bias, plan, tiles, spec, keep_h, device)
+        launch.run()
+        return a, h
+
+
+def _device(rows: Tensor, plan: RoutingPlan, *widths: int) -> Device | None:
+    """The device of ``rows`` if the Blackwell kernels support their dtype and widths, and there are rows; else None.
+
+    ValueError on a GPU, or with a Triton, that the Blackwell kernels do not run on.
+    """
+    device = device_of(rows)
+    why = configs.why_unsupported(device, triton.__version__)
+    if why is not None:
+        raise ValueError(f"kernels='blackwell': {why}; pass kernels=None or 'triton'")
+    if rows.dtype not in DTYPES or plan.capacity == 0 or any(width % WIDTH_MULTIPLE for width in widths):
+        return None
+    return device

@@ -1,0 +1,66 @@
+"""Per-kernel configuration of the Blackwell GEMMs: tile, stages, registers, limits. Pure Python; nothing is measured.
+
+The host side and the kernels read it: no tile size is written anywhere else.
+
+d hidden_size · n intermediate_size · BM, BN, BK tile sizes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from tilemoe.kernels.experts.triton.configs import Kernel
+
+if TYPE_CHECKING:  # it imports torch, which this module does not need
+    from tilemoe.runtime.device import Device
+
+# Releases of Triton that the kernels are compiled with. `tilemoe.runtime.device` wants 3.7.1 or later to run them.
+TRITON_VERSIONS = ("3.6.", "3.9.")
+CAPABILITIES = (100, 103)  # B200, B300
+SHARED_BYTES = 227 * 1024  # of a CTA: the stages below are chosen to fill it
+TMEM_COLUMNS = 512  # of tensor memory, 128 lanes of 32 bits each
+
+ACCUMULATORS = 2  # in tensor memory: the epilogue reads one while the tensor cores write the other
+EPILOGUE_WARPS = 8
+MAX_REGISTERS = 128  # per thread at launch: 65536 over 16 warps; setmaxnreg then gives the epilogue's more
+BLOCK_M = 128  # M of tcgen05.mma: the lanes of tensor memory
+BLOCK_K = 64  # 128 bytes of a 16-bit type: the widest swizzle
+EPILOGUE_N = 64  # columns of one epilogue TMA store
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile of BLOCK_M x block_n and the pipeline's stages.
+
+    registers: setmaxnreg's per thread of the warps that are not the epilogue's. Triton gives the epilogue's the others.
+    """
+
+    block_n: int
+    num_stages: int
+    registers: int
+
+
+_TILE = TileConfig(256, 4, 72)
+TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
+    {
+        "up_proj_act": _TILE,
+        "down_proj": _TILE,
+        "down_proj_dgrad_dact": TileConfig(256, 3, 72),  # its epilogue has buffers of 80 KB, not of 32
+        "up_proj_dgrad": _TILE,
+    }
+)
+
+
+def why_unsupported(device: Device, triton_version: str) -> str | None:
+    """Why the Blackwell kernels cannot run on a GPU with this release of Triton; None if they can."""
+    if device.capability not in CAPABILITIES:
+        return "the Blackwell kernels need compute capability 10.0 or 10.3"
+    if device.shared_bytes < SHARED_BYTES:
+        return f"the Blackwell kernels need {SHARED_BYTES} bytes of shared memory"
+    if not triton_version.startswith(TRITON_VERSIONS):
+        return (
+            f"the Blackwell kernels need Triton {' or '.join(v + 'x' for v in TRITON_VERSIONS)}, not {triton_version}"
+        )
+    return None

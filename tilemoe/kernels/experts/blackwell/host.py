@@ -1,0 +1,90 @@
+"""Host side of the Blackwell GEMMs: outputs, TMA descriptors, compile-time constants and grid of each launch.
+
+Reads no value back from the device: grids are sized by the capacity of the tile lists.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.blackwell.configs import (
+    BLOCK_K,
+    BLOCK_M,
+    EPILOGUE_N,
+    EPILOGUE_WARPS,
+    MAX_REGISTERS,
+    TILES,
+    TileConfig,
+)
+from tilemoe.kernels.experts.blackwell.gemm_gather_act import up_proj_act_kernel
+from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
+from tilemoe.kernels.experts.triton.configs import band_tiles
+from tilemoe.kernels.experts.triton.descriptors import can_describe
+from tilemoe.kernels.experts.triton.host import act_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.launching import launch_of
+from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+
+_EPILOGUE_BLOCK = [BLOCK_M, EPILOGUE_N]
+
+
+def up_proj_act_launch(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    keep_h: bool,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor]:
+    """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E,
+    w), w contiguous."""
+    tile = TILES["up_proj_act"]
+    weight = split_parts(w1, spec).transpose(2, 3)
+    parts, d, width = weight.shape[1:]
+    n = parts * width // spec.width_factor
+    a, h = act_outputs(x, plan, spec, n, keep_h)
+    right, k_major = weight_descriptor(weight, tile.block_n // parts)
+    source, access = gathered(x, device)
+    operands = (source, right, b1, ragged_descriptor(a, _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None)
+    strides = (x.stride(0), 0 if b1 is None else b1.stride(0))
+    args = (*operands, plan.token_of_row, *tiles, d, n, *strides, spec.limit, spec.alpha)
+    column_tiles = ceil_div(width, tile.block_n // parts)
+    constants = {
+        "ACTIVATION": spec.name,
+        "GATE_UP": gate_up_layout(spec) or "none",
+        "B_K_MAJOR": k_major,
+        "BAND": band_tiles("up_proj_act", column_tiles, d),
+        "KEEP_H": keep_h,
+        "ACCESS": access,
+    }
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    return blackwell_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
+
+
+def gathered(source: Tensor, device: Device) -> tuple[Any, str]:
+    """(``source`` (T, p) as an operand whose rows are gathered by token, how: ACCESS of `pipeline.row_producer`)."""
+    if can_describe(source, device):
+        return described(source, [1, BLOCK_K]), "gather"
+    return source, "copy"  # rows that overlap, as those of an expanded vector do
+
+
+def h_output(h: Tensor, parts: int, n: int) -> Any:
+    """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts."""
+    if parts == 2:
+        return ragged_descriptor(h.unflatten(1, (2, n)), [BLOCK_M, 1, EPILOGUE_N])
+    return ragged_descriptor(h, _EPILOGUE_BLOCK)
+
+
+def blackwell_launch(
+    kernel: Any, grid: tuple[int], args: tuple[Any, ...], constants: dict[str, Any], tile: TileConfig
+) -> Launch:
+    constants = {**constants, "BN": tile.block_n, "STAGES": tile.num_stages, "REGISTERS": tile.registers}
+    return launch_of(kernel, grid, args, constants, EPILOGUE_WARPS, max_registers=MAX_REGISTERS)
