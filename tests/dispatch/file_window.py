@@ -16,6 +16,13 @@ from tilemoe.dispatch.choose import Transports
 NAMES = count()  # all processes of a job open windows in one order
 
 
+def windows_of_files(transports: Transports, device: torch.device, folder: Path) -> window.Windows:
+    """What `Transports` make, in files."""
+    by_files = FileTransports(transports.group, folder)
+    by_files.layers = transports.layers
+    return by_files._make(device)
+
+
 class FileTransports(Transports):
     """Of one group, over windows in ``folder``. options: of `Windows`."""
 

@@ -11,13 +11,14 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import interpreter
 import pytest
 import torch
-from file_window import NAMES, FileTransports
+from file_window import windows_of_files
 from filesystem import ALL
 from processes import Ended, place_of, run
 from writes import little
@@ -26,7 +27,7 @@ from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.dispatch import collective
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.window import Windows
+from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.ops import experts
 from tilemoe.routing import topk
 from tilemoe.train.job.watch import GO_ON
@@ -41,12 +42,12 @@ HIT = LAYERS + 2  # of the calls that each layer makes once in a step: that of b
 
 @pytest.fixture
 def go(corpus: Path, tmp_path: Path) -> Callable[..., Ended]:
-    """A job of two processes, with the experts divided or not, that has four steps to go."""
+    """A job of two processes or more, with the experts divided or not, that has four steps to go."""
 
     def job(expert: int = 2, timeout: int = TIMEOUT_S) -> Ended:
         base = little("bytes", corpus)
         assert base.model.moe is not None
-        moe = replace(base.model.moe, router=replace(base.model.moe.router, aux_loss_coef=0.1))
+        moe = replace(base.model.moe, num_experts=8, router=replace(base.model.moe.router, aux_loss_coef=0.1))
         settings = replace(
             base.train, steps=4, save_every=0, eval_every=0, plot=False, tensorboard=False, sample_tokens=0,
             precision="fp32", device="cpu", threads=1, timeout=timeout, out_dir=str(tmp_path / "run"),
@@ -56,7 +57,7 @@ def go(corpus: Path, tmp_path: Path) -> Callable[..., Ended]:
         recipe = replace(base, model=model, data=data, train=settings, parallel=ParallelConfig(expert=expert))
         path = tmp_path / "recipe.json"
         path.write_text(json.dumps(to_dict(recipe)))
-        return run(["train", "--recipe", path], 2, 0, None, tmp_path)
+        return run(["train", "--recipe", path], max(expert, 2), 0, None, tmp_path)
 
     return job
 
@@ -181,11 +182,7 @@ def test_a_process_that_fails_says_why_though_torchrun_ends_it(
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tokens cross by windows, which wait for the other ranks' flags without a limit of their own: those of files."""
-
-    def make(transports: Transports, device: torch.device) -> Windows:
-        return FileTransports(transports.group, tmp_path, NAMES)._make(device)
-
-    monkeypatch.setattr(Transports, "_make", make)
+    monkeypatch.setattr(Transports, "_make", partialmethod(windows_of_files, folder=tmp_path))
     interpreter.improve()
 
 
@@ -206,5 +203,51 @@ def test_who_waits_for_a_flag_that_nobody_sets(
     gone = "rank 1 is gone: it was killed or it crashed, torchrun's report says how"
     expected = told(gone)[:1] if ends else told(f"ranks 0, 1 hang in step 2: {LIMIT}; {places}")
     assert sorted(ended.lines) == expected, ended.err
+    assert (ended.code, ended.left) == (1, [])
+    assert time.time() - (tmp_path / "reached").stat().st_mtime < SECONDS
+
+
+# Before which launch of a kernel a process dies, in the first step; the forward has two exchanges in each layer.
+PHASES = {
+    "enter": ("enter_kernel", 2),
+    "put": ("put_kernel", 3),
+    "agree": ("agree_kernel", 2),
+    "receive": ("receive_kernel", 2),
+    "pull": ("pull_rows_kernel", 2),
+    "combine": ("pull_sums_kernel", 2),
+    "backward-put": ("put_kernel", 2 * LAYERS + 1),
+    "backward-pull": ("pull_rows_kernel", LAYERS + 2),
+    "backward-scores": ("pull_scores_kernel", 1),
+}
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize(
+    ("kernel", "launch"),
+    [
+        pytest.param(*phase, id=name, marks=() if name in ("put", "backward-pull") else pytest.mark.thorough)
+        for name, phase in PHASES.items()
+    ],
+)
+def test_a_process_dies_in_an_exchange(
+    kernel: str, launch: int, go: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four; each of the others ends within seconds, with one line or by torchrun's signal."""
+    real, launches = triton_window.launch_of, 0
+
+    def launch_of(which: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal launches
+        launches += which is getattr(triton_window, kernel)
+        if launches == launch and os.environ["RANK"] == "1":
+            (tmp_path / "reached").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(which, *arguments, **options)
+
+    monkeypatch.setattr(triton_window, "launch_of", launch_of)
+    ended = go(expert=4, timeout=80)
+    gone = f"rank 1 is gone: it was killed or it crashed, torchrun's report says how; {GO_ON}"
+    assert ended.lines, ended.err
+    assert {*ended.lines} <= {f"tilemoe: error: rank {rank} of 4: {gone}" for rank in (0, 2, 3)}, ended.err
+    assert len({*ended.lines}) == len(ended.lines)
     assert (ended.code, ended.left) == (1, [])
     assert time.time() - (tmp_path / "reached").stat().st_mtime < SECONDS

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_checkpoint_checks import whole_state
-from file_window import FileTransports
+from file_window import windows_of_files
 from helpers import raises_one_line, timeless
 
 from tilemoe.config import MoEConfig, ParallelConfig, RouterConfig, TokenRounding
@@ -70,9 +70,7 @@ def windows_in_files(share: float) -> Iterator[None]:
     def make(transports: Transports, device: torch.device) -> Windows:
         of_group = folder() / f"windows of {dist.get_global_rank(transports.group, 0)}"
         of_group.mkdir(exist_ok=True)
-        by_files = FileTransports(transports.group, of_group)
-        by_files.layers = transports.layers
-        found = by_files._make(device)
+        found = windows_of_files(transports, device, of_group)
         found._capacity = share
         return found
 
