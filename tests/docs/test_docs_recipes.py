@@ -73,7 +73,7 @@ import index_add_backend
 plain, ours = tilemoe.MoE(cfg, kernels="torch"), tilemoe.MoE(cfg, kernels="index_add")
 ours.load_state_dict(plain.state_dict())
 torch.testing.assert_close(ours(x).hidden, plain(x).hidden)
-compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+compiled = torch.compile(ours, backend="eager", fullgraph=True)
 torch.testing.assert_close(compiled(x).hidden, plain(x).hidden)
 assert learns(ours)
 """

@@ -226,7 +226,7 @@ def test_layer_itself_by_inductor() -> None:
     check(layer, input_of, tuple(layer.parameters()), backend="inductor")
 
 
-@pytest.mark.parametrize("mode", [None, "stochastic", "balance"])
+@pytest.mark.parametrize("mode", [None, "stochastic", pytest.param("balance", marks=pytest.mark.thorough)])
 def test_route(mode: Any) -> None:
     """Of a configuration that is no module's, all numbers are symbols."""
     cfg = replace(LAYERS["shared"], rounding=None if mode is None else TokenRounding(mode, 16))

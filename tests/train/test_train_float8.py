@@ -117,14 +117,13 @@ def test_compiled_steps_on_a_gpu_are_near(recipe: Recipe, tmp_path: Path) -> Non
     assert found == pytest.approx(expected, rel=NEAR)
 
 
+IN_FP8 = "in fp8: torch_fp8, FP8 is asked for; on a CPU it is emulated, not faster"
+NOT_IN_FP8 = "in {dtype}: torch, not in FP8 (n is not a multiple of 128): change that, or set precision='bf16'; "
+
+
 @pytest.mark.parametrize(
-    ("width", "said"),
-    [
-        (128, "in fp8: torch_fp8, FP8 is asked for; on a CPU it is emulated, not faster"),
-        (64, "in {dtype}: torch, not in FP8 (n is not a multiple of 128): change that, or set precision='bf16'; "),
-    ],
+    ("width", "said", "precision"), [(128, IN_FP8, "fp32"), (64, NOT_IN_FP8, "fp32"), (64, NOT_IN_FP8, "bf16")]
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_says_once_at_its_start_which_kernels_serve_and_result_json_too(
     recipe: Recipe, width: int, said: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

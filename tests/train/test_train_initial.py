@@ -52,6 +52,11 @@ def write_model(name: str, folder: Path, vocab_size: int = 256, **options: Any) 
     return model
 
 
+def of_models(quick: str) -> list[Any]:
+    """Their names as parameters of a test, of which all but one are thorough: what is theirs alone is shown here."""
+    return [pytest.param(name, marks=() if name == quick else pytest.mark.thorough) for name in MODELS]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_evaluation_is_transformers(
     name: str, moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import losses, raises_one_line
 from peft import PeftModel
-from test_train_initial import MODELS, write_model
+from test_train_initial import of_models, write_model
 from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
@@ -47,7 +47,7 @@ def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
     return dict(restore(Path(recipe.train.out_dir), "cpu").model.state_dict())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", of_models("qwen3_moe"))
 def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: Recipe, tmp_path: Path) -> None:
     """With AdamW and clipping of PyTorch; what is exported afterwards, merged or not, computes what the run does."""
     theirs = write_model(name, tmp_path / "base", max_shard_size="30KB")
