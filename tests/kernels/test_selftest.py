@@ -200,7 +200,7 @@ def test_the_self_test_of_what_ends_or_blocks_its_process(
 ) -> None:
     monkeypatch.setattr(selftest, "SECONDS", 8 if name == "Hangs" else HANGS)
     said = selftest.said_of(selftest.verdict(f"toy_selftests:{name}", CPU))
-    assert said == f"their self-test has not passed: {why}; `tilemoe doctor` repeats it"
+    assert said == f"their self-test has not passed: {why}; tilemoe doctor repeats it"
     assert len(list((cache / "verdicts").glob("toy*.json"))) == 1
 
 

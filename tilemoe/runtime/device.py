@@ -82,15 +82,19 @@ def why_no_triton(device: torch.device) -> str | None:
         return f"Triton does not run on {device.type}"
     if not has_triton():
         return "Triton is not installed"
-    is_asked = torch.version.hip is None and torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability(device) if is_asked else (8, 0)
-    if capability < (8, 0):
+    if capability_of(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0"
-    if capability[0] == 10:
+    if capability_of(device)[0] == 10:
         found = triton_version()
         if TorchVersion(found) < TRITON_FOR_10:
             return f"Triton {found} can be wrong on capability 10.x: pip install 'triton>={TRITON_FOR_10}'"
     return None
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """NVIDIA's compute capability of a GPU; (8, 0) for another make, or where no GPU is here to ask."""
+    is_asked = torch.version.hip is None and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if is_asked else (8, 0)
 
 
 def triton_version() -> str:

@@ -20,6 +20,7 @@ import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.files import owned_folder, write_atomic
+from tilemoe.kernels.choose import choose_experts
 from tilemoe.models.flops import flops_per_token
 from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable
@@ -142,6 +143,7 @@ def train(
         reporter.say(f"note: {line}")
     require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
     device = select_device(recipe.train.device, job)
+    choose_experts(device, torch.bfloat16)  # a self-test of kernels, where one is due, before this process takes memory
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     seed_process(recipe.train.seed, job, 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tilemoe.runtime.device import nvidia_smi, triton_version
+from tilemoe.runtime.tracing import warn_once
 from tilemoe.runtime.verdict import Verdict, verdict_of
 
 SETTING = "TILEMOE_BLACKWELL"
@@ -25,6 +26,12 @@ _SOURCES = Path(__file__).parent
 def is_turned_on() -> bool:
     """Whether the kernels may be chosen where nobody names them."""
     return os.environ.get(SETTING) in (ON, UNTESTED)
+
+
+def say_off(why: str) -> None:
+    """Warn once, by one process of a host, that what was asked for does not serve."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warn_once(f"{SETTING}={os.environ.get(SETTING)}: the Blackwell kernels do not serve, {why}")
 
 
 @cache  # every call of a kernel asks
@@ -40,7 +47,7 @@ def why_not(backend: str, device: torch.device) -> str | None:
 
 def said_of(found: Verdict) -> str | None:
     """What a verdict speaks against the kernels."""
-    return None if found.why is None else f"their self-test has not passed: {found.why}; `tilemoe doctor` repeats it"
+    return None if found.why is None else f"their self-test has not passed: {found.why}; tilemoe doctor repeats it"
 
 
 def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:

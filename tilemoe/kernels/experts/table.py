@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from tilemoe.kernels.experts import selftest
 from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_not_of_widths
-from tilemoe.runtime.device import why_no_triton
+from tilemoe.runtime.device import capability_of, why_no_triton
 
 WhyNot: TypeAlias = str | None  # what speaks against a row, in a few words
 
@@ -58,10 +59,6 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, why: WhyNot) -> Wh
     return why_not_triton(device, dtype, why) or why_not_hopper_gpu(device)
 
 
-def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
-    return "kernels='blackwell' alone takes them: they are compiled and emulated, and have never run"
-
-
 def why_not_hopper_gpu(device: torch.device) -> WhyNot:
     """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
     if not torch.cuda.is_available():
@@ -69,6 +66,23 @@ def why_not_hopper_gpu(device: torch.device) -> WhyNot:
     from tilemoe.kernels.experts.hopper.serves import why_unsupported
 
     return why_unsupported(device)
+
+
+def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
+    """On another GPU it is what speaks against Hopper's kernels, which the row after this one repeats."""
+    if device.type != "cuda" or capability_of(device)[0] != 10:
+        return _why_not_hopper(device, dtype, why)
+    no_triton = why_no_triton(device)
+    found = why_not_triton(device, dtype, why)
+    if found is None and not selftest.is_turned_on():
+        return f"the Blackwell kernels never ran: {selftest.SETTING}=1 lets them serve if they pass a self-test"
+    if found is None:
+        from tilemoe.kernels.experts.blackwell.serves import why_unsupported
+
+        found = no_triton = why_unsupported(device)
+    if no_triton is not None and selftest.is_turned_on():
+        selftest.say_off(no_triton)
+    return found
 
 
 def _why_not_hopper_fp8(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
@@ -100,15 +114,6 @@ TORCH, TRITON, HOPPER, BLACKWELL = (
 )
 ROWS = (
     Row(
-        "blackwell",
-        BLACKWELL,
-        "bf16",
-        "warp-specialised kernels serve",
-        None,
-        _why_not_widths,
-        _why_not_blackwell,
-    ),
-    Row(
         "hopper",
         HOPPER,
         "bf16",
@@ -116,6 +121,15 @@ ROWS = (
         "the GPU has compute capability 9.0",
         _why_not_widths,
         _why_not_hopper,
+    ),
+    Row(
+        "blackwell",
+        BLACKWELL,
+        "bf16",
+        "warp-specialised kernels serve",
+        f"{selftest.SETTING} turns them on",
+        _why_not_widths,
+        _why_not_blackwell,
     ),
     Row("triton", TRITON, "bf16", "Triton kernels serve", None, _why_not_widths, why_not_triton),
     Row("torch", TORCH, "bf16", "plain PyTorch runs on any device, for", None, _nothing, _nothing, needs_triton=False),

@@ -15,7 +15,8 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.blackwell import configs, host
+from tilemoe.kernels.experts import selftest
+from tilemoe.kernels.experts.blackwell import configs, host, serves
 from tilemoe.kernels.experts.formats.operand import GemmOperand
 from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend
@@ -24,7 +25,7 @@ from tilemoe.kernels.experts.triton.descriptors import aligned_rows, has_aligned
 from tilemoe.kernels.experts.triton.host import split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.device import Device, device_of, gpu
+from tilemoe.runtime.device import Device, device_of
 
 
 class BlackwellBackend(TritonBackend):
@@ -33,11 +34,7 @@ class BlackwellBackend(TritonBackend):
     nf4_batch_invariance = "not tested"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        why = super().why_unsupported(device, dtype, widths)
-        if why is not None:
-            return why
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return configs.why_unsupported(gpu(index), triton.__version__)
+        return super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
@@ -55,10 +52,10 @@ class BlackwellBackend(TritonBackend):
 def _device(rows: Tensor, plan: RoutingPlan, *widths: int) -> Device | None:
     """The device of ``rows`` if the Blackwell kernels support their dtype and widths, and there are rows; else None.
 
-    ValueError on a GPU, or with a Triton, that the Blackwell kernels do not run on.
+    ValueError on a GPU, or with a Triton, that the Blackwell kernels do not run on, or where their self-test failed.
     """
     device = device_of(rows)
-    why = configs.why_unsupported(device, triton.__version__)
+    why = configs.why_unsupported(device, triton.__version__) or selftest.why_not("blackwell", rows.device)
     if why is not None:
         raise ValueError(f"kernels='blackwell': {why}; pass kernels=None or 'triton'")
     if rows.dtype not in DTYPES or plan.capacity == 0 or any(width % WIDTH_MULTIPLE for width in widths):
