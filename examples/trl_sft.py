@@ -54,7 +54,7 @@ def small_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
-        moe_intermediate_size=32,
+        moe_intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
