@@ -86,6 +86,24 @@ class QuantizedWeight(Tensor):
             matrix.copy_(self.stored.expert(expert, self.dtype))
         return dense
 
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What FSDP2 gathers along the experts: the tensors as they are stored, whatever mixed precision says."""
+        if outer_size[0] % mesh.size():
+            raise ValueError(f"{outer_size[0]} experts in 4 bit cannot be shared evenly by {mesh.size()} processes")
+        return tuple(t if t.is_contiguous() else t.mT for t in self.tensors()), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[QuantizedWeight, tuple[()]] | None:
+        """The whole weight, of views of what was gathered, which FSDP2 frees and fills again."""
+        if out is not None:
+            return None
+        pairs = zip(gathered, self.tensors(), strict=True)
+        whole = [t if t.shape[1:] == shard.shape[1:] else t.mT for t, shard in pairs]
+        return QuantizedWeight(type(self.stored)(*whole), param_dtype), ()
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self.stored).__name__} {tuple(self.shape)} of {self.dtype} on {self.device}"
 
@@ -94,7 +112,8 @@ class QuantizedWeight(Tensor):
         if func is torch.baddbmm:  # PEFT's ``W + scale left right``; here, above autograd, which must see both
             weight, left, right = args
             return QuantizedWeight(weight.stored, weight.dtype, LowRank(left, right, kwargs["alpha"]))
-        found = super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
             args[0].stored = args[1].stored
         return found
@@ -111,7 +130,37 @@ class QuantizedWeight(Tensor):
                 return weight.mapped(lambda t: t.to(kwargs.get("device"), copy=True), kwargs.get("dtype"))
             if func is aten.set_.source_Tensor and args[1] is weight:
                 return weight  # what torch.nn.utils.parametrize does to register a parametrisation
+            if func in _SHARDING:
+                return _SHARDING[func](weight, *args[1:])
         raise ValueError(f"{func} has an expert weight in 4 bit for an argument; {_INSTEAD}")
+
+
+def _experts(weight: QuantizedWeight, dim: int, start: int, stop: int) -> QuantizedWeight:
+    assert dim == 0, "blocks run over rows and columns; whole experts are shared"
+    return weight.mapped(lambda t: t[start:stop])
+
+
+def _split(weight: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWeight]:
+    return [_experts(weight, dim, at, at + size) for at in range(0, weight.shape[0], size)]
+
+
+def _copy(weight: QuantizedWeight, other: QuantizedWeight, *_: Any) -> QuantizedWeight:
+    for own, given in zip(weight.tensors(), other.tensors(), strict=True):
+        own.copy_(given)
+    return weight
+
+
+# How FSDP2 shares a weight by experts. Its flat view is never read: `fsdp_pre_all_gather` gives what is gathered.
+_SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        torch.ops.aten.split.Tensor: _split,
+        torch.ops.aten.slice.Tensor: _experts,
+        torch.ops.aten.new_zeros.default: lambda w, size: w.mapped(lambda t: torch.zeros_like(t[: size[0]])),
+        torch.ops.aten.copy_.default: _copy,
+        torch.ops.aten.view.default: lambda w, *_: w.mapped(Tensor.detach),
+        torch.ops.aten.as_strided.default: lambda w, *_: w.mapped(Tensor.detach),
+    }
+)
 
 
 def adapters_of(w1: QuantizedWeight, w2: QuantizedWeight) -> Adapters:

@@ -1,0 +1,98 @@
+"""What the processes of a job check of transformers' experts in 4 bit under FSDP2, with PEFT's adapters."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import VOCAB
+from test_hf_quantized import adapted, wide
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.quantized import quantize_experts
+from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
+from tilemoe.ops.lora import moe_lora
+from tilemoe.testing import assert_equal
+
+
+def model_of(family: str) -> Any:
+    model = wide(family).train()
+    quantize_experts(model)
+    return adapted(model, target_modules=["q_proj"])
+
+
+def shard(model: Any, policy: MixedPrecisionPolicy) -> list[DTensor]:
+    """The shards of the experts' weights, after a check that each has its share of the bits."""
+    whole = {n: p.tensors() for n, p in model.named_parameters() if isinstance(p, QuantizedWeight)}
+    base = model.get_base_model()
+    for layer in base.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(base, mp_policy=policy)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: list[DTensor] = []
+    for name, tensors in whole.items():
+        parameter: Any = model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        for own, all_ in zip(parameter.to_local().tensors(), tensors, strict=True):
+            assert torch.equal(own, all_.chunk(ranks)[rank])
+        found.append(parameter)
+    assert len(found) == 4
+    return found
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def _check_fsdp(family: str) -> None:
+    """Gradients of two steps are one process' of all sequences; nothing of the 4 bit weights changes."""
+    ids = torch.randint(3, VOCAB, (2 * dist.get_world_size(), 9), generator=torch.Generator().manual_seed(0))
+    alone, model = model_of(family), model_of(family)
+    shards = shard(model, MixedPrecisionPolicy())
+    bits = [t.clone() for parameter in shards for t in parameter.to_local().tensors()]
+    for _ in range(2):
+        loss_of(alone, ids).backward()
+        loss_of(model, ids.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+    want = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    assert sum(".experts." in name for name in want) == 8
+    for name, grad in want.items():
+        found: Any = model.get_parameter(name).grad
+        torch.testing.assert_close(found.full_tensor(), grad, rtol=1e-4, atol=1e-6)
+    for own, before in zip((t for each in shards for t in each.to_local().tensors()), bits, strict=True):
+        assert torch.equal(own, before)
+
+
+def check_mixed_precision_casts_no_scale() -> None:
+    """Under a policy of bf16 the experts compute in bf16 with codes and scales as they were."""
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    alone, model = model_of("qwen3_moe"), model_of("qwen3_moe")
+    shard(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    met: list[Tensor] = []
+
+    def watched(x: Tensor, w1: Any, w2: Any, *args: Any, **more: Any) -> Tensor:
+        assert x.dtype == torch.bfloat16
+        met.extend(tensor.clone() for weight in (w1, w2) for tensor in (weight.codes, weight.absmax))
+        return moe_lora(x, w1, w2, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "moe_lora", watched)
+        loss_of(model, ids)
+    whole = [parameter for _, _, parameter in quantized_weights(alone)]
+    want = [tensor for weight in whole for tensor in weight.tensors()]
+    assert {tensor.dtype for tensor in met} == {torch.uint8, torch.float32}
+    assert_equal(met, want)
+
+
+def check_fsdp() -> None:
+    _check_fsdp("qwen3_moe")
+
+
+def check_fsdp_of_transposed_weights() -> None:
+    _check_fsdp("gpt_oss")
+
+
+CHECKS = [check_fsdp, check_fsdp_of_transposed_weights, check_mixed_precision_casts_no_scale]
