@@ -11,6 +11,7 @@ pytestmark = pytest.mark.dist
 CHECKS = window_checks.CHECKS
 QUICK = (
     window_checks.check_with_pauses,
+    window_checks.check_one_cta_at_a_time_in_any_order,
     window_checks.check_an_overflow,
     window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,
     window_checks.check_what_a_layer_saves,

@@ -44,6 +44,7 @@ from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.window import Windows
 from tilemoe.kernels.expert_parallel import triton_window as window
 from tilemoe.layers.moe import MoE
+from tilemoe.ops import window as window_ops
 from tilemoe.parallel.expert import divide_experts
 from tilemoe.plan import RoutingPlan
 
@@ -144,6 +145,68 @@ def check_with_pauses() -> None:
             assert are_equal(step(by, given), expected(given)), ids_of
 
 
+@contextmanager
+def one_cta_at_a_time(order: Callable[[list[int]], list[int]]) -> Iterator[None]:
+    """Other streams hold all but one place for a CTA: each begins when the one before it, in ``order``, has ended.
+
+    AssertionError in the kernel: it waits for what a CTA of the same kernel is to do, which cannot begin.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    place, update = InterpreterBuilder.set_grid_idx, InterpreterBuilder.create_atomic_rmw
+    last_look = None
+
+    def place_in_order(builder: Any, x: int, y: int, z: int) -> None:
+        nonlocal last_look
+        last_look = None
+        place(builder, order([*range(builder.grid_dim[0])])[x], y, z)
+
+    def update_or_fail(builder: Any, kind: Any, pointer: Any, value: Any, *rest: Any) -> Any:
+        nonlocal last_look
+        address = None if value.data.any() else int(pointer.data.item())
+        is_own = any(
+            view.state.data_ptr() <= (address or 0) < view.state.data_ptr() + 4 * window.STATE for view in opened()
+        )
+        assert address is None or not (is_own and address == last_look), "waits for a CTA that cannot begin"
+        last_look = address
+        return update(builder, kind, pointer, value, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "set_grid_idx", place_in_order)
+        patch.setattr(InterpreterBuilder, "create_atomic_rmw", update_or_fail)
+        patch.setattr(window, "_BLOCK", 32)  # many CTAs of few elements each
+        yield
+
+
+def opened() -> list[window.Window]:
+    """All windows of this process."""
+    return [each.view for each in window_ops._OPEN.values()]
+
+
+def check_one_cta_at_a_time_in_any_order() -> None:
+    """The exchange goes on; one that waits for the first CTA's turn stands still where that comes first."""
+    from triton.runtime.errors import InterpreterError
+
+    by, given, want = by_files(), batch(1), expected(batch(1))
+    seed = dist.get_rank()
+    orders: dict[str, Callable[[list[int]], list[int]]] = {
+        "first to last": lambda ctas: ctas,
+        "last to first": lambda ctas: ctas[::-1],
+        "any": lambda ctas: random.Random(seed).sample(ctas, len(ctas)),
+    }
+    for name, order in orders.items():
+        with one_cta_at_a_time(order):
+            assert are_equal(step(by, given), want), name
+    for name in ("last to first", "first to last"):
+        with pytest.MonkeyPatch.context() as patch, one_cta_at_a_time(orders[name]):
+            planted(patch, "put_kernel", LAST_CTA, FIRST_CTA_WAITS)
+            if name == "last to first":
+                assert are_equal(step(by, given), want)
+            else:
+                with pytest.raises(InterpreterError, match="waits for a CTA that cannot begin"):
+                    step(by, given)
+
+
 def planted(patch: pytest.MonkeyPatch, kernel: str, right: str, wrong: str) -> Any:
     """The kernel is another one, whose module this returns: in its text ``right`` is ``wrong``."""
     text = Path(window.__file__).read_text()
@@ -174,6 +237,12 @@ def last_is_late(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 ENTERED = "    wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)\n"
 COPIES = "    copy_flat(rows, region_of(addresses, here, rows_offset, rows)"
 READY = "    signal_all(addresses, tl.load(state + LAST) + 1, here, 4 * FLAGS, RANKS)\n"
+LAST_CTA = '    if tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:\n'
+FIRST_CTA_WAITS = """    tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(state + DONE, 0, sem="acquire", scope="gpu") < tl.num_programs(0):
+            pass
+"""
 FAULTS: dict[str, tuple[str, str, str]] = {
     "nothing": ("put_kernel", COPIES, COPIES),
     "ready too early": ("put_kernel", COPIES, f"{READY}{COPIES}"),
