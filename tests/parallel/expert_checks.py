@@ -394,8 +394,8 @@ def check_errors() -> None:
     grouped.set_experts_implementation("grouped_mm")
     theirs = make_theirs("qwen3_moe", torch.float32)
     theirs.model.layers[1].mlp.experts._is_expert_parallel = True
-    adapted = make_theirs("qwen3_moe", torch.float32)
-    adapted = get_peft_model(adapted, LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"]))
+    adapted = make_theirs("gpt_oss", torch.float32)
+    adapted = get_peft_model(adapted, LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj_bias"]))
     common, sharded, divided = (make_net(torch.float32) for _ in range(3))
     common.first.experts.scale = nn.Parameter(torch.ones(()))
     fully_shard(sharded)
@@ -415,7 +415,7 @@ def check_errors() -> None:
         (nn.Sequential(net, odd), mesh, {}, rf"num_experts \({2 * ranks + 1}\) must be divisible by the {ranks}"),
         (grouped, mesh, {}, r"Qwen3MoeExperts \(qwen3_moe\) computes its experts by 'grouped_mm', .*use\(model\)"),
         (theirs, mesh, {}, "divided by transformers' own expert parallelism; load it without distributed_config"),
-        (adapted, mesh, {}, r"wraps \(base_model.model.model.layers.0.mlp.experts.base_layer\), .*; merge it"),
+        (adapted, mesh, {}, r"of PEFT \(base_model.model.model.layers.0.mlp.experts\) on something else .*; merge it"),
         (common, mesh, {}, r"experts \(first.experts\) that share scale, which cannot be divided"),
         (sharded, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
         (data_parallel, mesh, {}, "wrapped by DistributedDataParallel already; call expert_parallel first, on what it"),

@@ -10,7 +10,12 @@ from ranks import named
 
 pytestmark = pytest.mark.dist
 CHECKS = [*expert_checks.CHECKS, *wrapper_checks.CHECKS]
-QUICK = (expert_checks.check_any_module, expert_checks.check_checkpoints, wrapper_checks.check_clipping)
+QUICK = (
+    expert_checks.check_any_module,
+    expert_checks.check_checkpoints,
+    wrapper_checks.check_clipping,
+    wrapper_checks.check_adapters_of_peft_on_experts,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,6 +16,7 @@ from expert_checks import (
     E,
     Make,
     Net,
+    assert_as_one_process,
     ep_alone,
     ep_and_fsdp,
     make_net,
@@ -28,6 +29,7 @@ from helpers import assert_near, raises_one_line
 from hf_models import VOCAB
 from parallel_checks import whole, world
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from ranks import device_of_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -102,6 +104,35 @@ def check_copies_of_experts() -> None:
     got, want = gradients_of(many), gradients_of(one)
     assert len(got) == len(want) == 4 * len(one.model.layers)
     assert_near(got, want, 1e-5)
+
+
+def make_adapted(family: str, targets: list[str], dtype: torch.dtype) -> Any:
+    """PEFT's adapters on the experts' weights."""
+    model = make_theirs(family, dtype)
+    get_peft_model(model, LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"], target_parameters=targets))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero, it would give lora_A no gradient
+            nn.init.normal_(parameter, 0.0, 0.1, generator)
+    return model
+
+
+def check_adapters_of_peft_on_experts() -> None:
+    """Each whole in all processes, the weights as they lie and transposed; on and off."""
+    both = ["experts.gate_up_proj", "experts.down_proj"]
+    assert_as_one_process(partial(make_adapted, "qwen3_moe", both), ep_and_fsdp(), (torch.float32,))
+    assert_as_one_process(partial(make_adapted, "gpt_oss", both[1:]), ep_alone(), (torch.float32,))
+    one, many = (make_adapted("qwen3_moe", both, torch.float32) for _ in range(2))
+    expert_parallel(many, ep_alone())
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for is_on in (True, False):
+        for module in (*one.modules(), *many.modules()):
+            if isinstance(module, BaseTunerLayer):
+                module.enable_adapters(is_on)
+        logits.append(one(input_ids=ids).logits)
+        assert_near([many(input_ids=ids).logits], logits[-1:], 1e-6)
+    assert not torch.allclose(*logits, atol=1e-3)
 
 
 def check_fsdp1() -> None:

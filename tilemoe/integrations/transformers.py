@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
+from tilemoe.integrations.divided_adapters import with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
 from tilemoe.integrations.quantized_weight import QuantizedWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
@@ -242,7 +243,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
             why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
         raise refusal(module, f"{name} is a {type(tensor).__name__} of {tensor.dtype}; {why}")
-    return tensor
+    return with_adapters(module, name, tensor)
 
 
 def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:

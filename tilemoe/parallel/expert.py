@@ -25,6 +25,7 @@ from tilemoe.checks import require_finite, require_text, require_type, shown
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.divided_adapters import divide_adapters, wrappers_of
 from tilemoe.layers.experts import Experts
 
 _FSDP = "fsdp"  # of a dimension that is added to a mesh without one
@@ -46,7 +47,7 @@ def expert_parallel(
     max_tokens: int = 0,
 ) -> None:
     """Divide the experts of every MoE layer in ``module``, in place: of `tilemoe.MoE`, with adapters or without, and
-    of transformers' models under ``experts_implementation="tilemoe"``.
+    of transformers' models under ``experts_implementation="tilemoe"``, with PEFT's adapters or without.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("fsdp", "expert"))
         expert_parallel(model, mesh)
@@ -99,6 +100,9 @@ def expert_parallel(
     if group_mesh.size() == 1:
         return
     divide_experts(layers, group_mesh, transports, gradient_divide_factor)
+    for name, experts in integration.experts_modules(module):
+        share = _num_experts(experts) // group_mesh.size()
+        divide_adapters(experts, wrappers_of(module, name), group_mesh.get_local_rank() * share)
     policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
     for layer in layers:
         fully_shard(
@@ -216,11 +220,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
                 "pip install -U 'torch>=2.13', or keep them in bf16"
             )
     for name, layer in theirs:
-        if name.endswith("base_layer"):
-            raise ValueError(
-                f"module has experts that an adapter of PEFT wraps ({name}), which stays whole; merge it, or "
-                "shard the model by fully_shard alone"
-            )
+        wrappers_of(module, name)
         integration.check_experts(layer)
     return [layer for _, layer in found + theirs]
 
