@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,7 +147,7 @@ def test_a_gemm_has_its_hopper_kernel_or_why_not() -> None:
 
 
 def test_one_backend_is_tested_in_this_process_by_name(run: Run, fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks.signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
     monkeypatch.setattr(doctor_checks, "problem", lambda backend, device: f"{backend.name} on {device}")
     status, out, _ = run("doctor", "--backend", "torch", "--device", "cpu")
     assert (status, json.loads(out)["why"]) == (0, "torch on cpu")

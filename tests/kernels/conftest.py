@@ -1,8 +1,39 @@
-"""Kernels of these tests are interpreted faster."""
+"""Kernels of these tests are interpreted faster; a GPU that is not here is asked."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import interpreter
+import pytest
+import torch
+import triton
+
+from tilemoe.kernels import choose
+from tilemoe.kernels.experts.blackwell import serves as blackwell_serves
+from tilemoe.kernels.experts.hopper import serves
+from tilemoe.runtime import device as device_module
+from tilemoe.runtime.device import Device
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.improve()
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
+    """Called with Triton's version and a compute capability: the GPU that is asked has it."""
+
+    def forget() -> None:
+        for asked in (device_module.why_no_triton, choose._known_experts_on, choose._known_router):
+            asked.cache_clear()
+
+    def have(version: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        found = Device(10 * capability[0] + capability[1], 227 * 1024, 132)
+        for module in (serves, blackwell_serves):
+            monkeypatch.setattr(module, "gpu", lambda index: found)
+        forget()
+
+    yield have
+    forget()

@@ -3,7 +3,6 @@
 import random
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from types import SimpleNamespace
@@ -18,9 +17,7 @@ from tilemoe.config import MoEConfig
 from tilemoe.kernels import choose
 from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, choose_router, select_kernels
 from tilemoe.kernels.expert_parallel import triton as exchange
-from tilemoe.kernels.experts import selftest, table
-from tilemoe.kernels.experts.blackwell import backend as blackwell_backend
-from tilemoe.kernels.experts.blackwell import serves as blackwell_serves
+from tilemoe.kernels.experts import table
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
@@ -31,10 +28,7 @@ from tilemoe.kernels.plan.torch import sort_by_expert
 from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router import triton_input_grad as router_input
-from tilemoe.runtime import device as device_module
-from tilemoe.runtime import tracing
 from tilemoe.runtime.device import Device, device_of, has_fast_gemm
-from tilemoe.runtime.verdict import Verdict
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -108,25 +102,6 @@ def test_the_hopper_kernels_alone_say_what_they_need(capability: int, monkeypatc
         assert chosen.reason.endswith(f": {serves.why_unsupported(torch.device('cuda:0'))}")
 
 
-@pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
-    """Called with Triton's version and a compute capability: the GPU that is asked has it."""
-
-    def forget() -> None:
-        for asked in (device_module.why_no_triton, choose._known_experts_on, choose._known_router):
-            asked.cache_clear()
-
-    def have(version: str, capability: tuple[int, int]) -> None:
-        monkeypatch.setattr(triton, "__version__", version)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(serves, "gpu", lambda index: Device(10 * capability[0] + capability[1], 227 * 1024, 132))
-        forget()
-
-    yield have
-    forget()
-
-
 @pytest.mark.parametrize(
     ("version", "capability", "serves_triton"),
     [
@@ -161,89 +136,6 @@ def test_capability_10_waits_for_the_triton_that_fences(
         assert why == named == advice
         with raises_one_line(f"cuda:0: {re.escape(advice)}; or pass kernels='torch'"):
             device_of(insisting)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def selftests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Verdict]]:
-    """The last of them is what each self-test says."""
-    verdicts = [Verdict(None)]
-    monkeypatch.setattr(selftest, "verdict", lambda backend, device: verdicts[-1])
-    monkeypatch.setattr(blackwell_serves, "gpu", lambda index: Device(100, 227 * 1024, 148))
-    for cached in (selftest.why_not, tracing._warn):
-        cached.cache_clear()
-    yield verdicts
-    selftest.why_not.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("version", "setting", "verdict", "name", "said"),
-    [
-        ("3.9.0", None, None, "triton", "the Blackwell kernels never ran: TILEMOE_BLACKWELL=1 lets them serve if they"),
-        ("3.9.0", "1", None, "blackwell", "TILEMOE_BLACKWELL turns them on"),
-        (
-            "3.9.0",
-            "1",
-            "dw1 is off",
-            "triton",
-            "their self-test has not passed: dw1 is off; tilemoe doctor",
-        ),
-        ("3.9.0", "untested", "dw1 is off", "blackwell", "TILEMOE_BLACKWELL turns them on"),
-        ("3.8.0", "1", None, "triton", "the Blackwell kernels need Triton 3.6.x or 3.9.x, not 3.8.0"),
-        ("3.6.0", "1", None, "torch", "Triton 3.6.0 can be wrong on capability 10.x: pip install 'triton>=3.7.1'"),
-        ("3.6.0", None, None, "torch", "Triton 3.6.0 can be wrong on capability 10.x"),
-    ],
-)
-def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
-    blackwell: Callable[[str, tuple[int, int]], None],
-    selftests: list[Verdict],
-    version: str,
-    setting: str | None,
-    verdict: str | None,
-    name: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise the portable kernels, or PyTorch, and one warning for all calls, if they were asked for."""
-    blackwell(version, (10, 0))
-    selftests.append(Verdict(verdict))
-    monkeypatch.delenv(selftest.SETTING, raising=False)
-    if setting is not None:
-        monkeypatch.setenv(selftest.SETTING, setting)
-    device = torch.device("cuda", 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for dtype, widths in ((torch.bfloat16, ()), (torch.bfloat16, (64, 32)), (torch.float16, (128, 64))):
-            chosen = choose_experts(device, dtype, widths)
-            assert chosen.name == chosen.impl.name == name
-            assert said in chosen.reason
-        assert choose_experts(device, torch.float32).name == "torch"
-        if name != "torch":
-            assert choose_experts(device, torch.bfloat16, (36, 20)).name == "torch"
-    lines = [str(warning.message) for warning in caught]
-    expected = f"TILEMOE_BLACKWELL=1: the Blackwell kernels do not serve, {said}"
-    assert len(lines) == (setting == "1" and name != "blackwell")
-    assert all(line.startswith(expected) for line in lines)
-    named = backend_named("blackwell").why_unsupported(device, torch.bfloat16)
-    assert (named is None) == ((verdict is None and version == "3.9.0") or setting == "untested")
-
-
-def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
-    blackwell: Callable[[str, tuple[int, int]], None], selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blackwell("3.9.0", (10, 0))
-    selftests.append(Verdict("it was killed after 600 s without an end"))
-    monkeypatch.setenv(selftest.SETTING, "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choose_experts(torch.device("cuda", 0), torch.bfloat16).name == "triton"
-    monkeypatch.setattr(blackwell_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
-    rows, plan = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16), SimpleNamespace(capacity=8)
-    with raises_one_line("kernels='blackwell': their self-test has not passed: it was killed .*; pass kernels=None or"):
-        blackwell_backend._device(rows, plan, 64, 32)  # type: ignore[arg-type]
-    selftests.append(Verdict(None))
-    selftest.why_not.cache_clear()
-    assert blackwell_backend._device(rows, plan, 64, 32) is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("h200")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +20,19 @@ import pytest
 import torch
 import toy_selftests
 import triton
-from helpers import HANGS
+from helpers import HANGS, raises_one_line
 
 from tilemoe.cli import doctor_checks
+from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts import registry, selftest
-from tilemoe.runtime.device import nvidia_smi
+from tilemoe.kernels.experts.blackwell import backend as blackwell_backend
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.runtime import tracing
+from tilemoe.runtime.device import Device, nvidia_smi
 from tilemoe.runtime.verdict import Verdict, verdict_of
 from tilemoe.testing.selftest import problem
 
-CPU = torch.device("cpu")
+CPU, B200 = torch.device("cpu"), torch.device("cuda", 0)
 KEY = {"gpu": "B200", "driver": "580.1"}
 ENVIRONMENT = dict(os.environ)
 
@@ -34,7 +40,8 @@ ENVIRONMENT = dict(os.environ)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TILEMOE_CACHE", str(tmp_path))
-    selftest.why_not.cache_clear()
+    for cached in (selftest.why_not, tracing._warn):
+        cached.cache_clear()
     yield tmp_path
     selftest.why_not.cache_clear()
 
@@ -191,23 +198,40 @@ def test_the_self_test_in_its_process_passes_once(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Hangs", "it was killed after 8 s without an end"),
+        (
+            "Wrong",
+            "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-relativ",
+        ),
+        ("Hangs", "it was killed after 5 s without an end"),
         ("Killed", "it ended by SIGKILL: it said nothing"),
     ],
 )
-def test_the_self_test_of_what_ends_or_blocks_its_process(
-    name: str, why: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_backend_that_fails_hangs_or_crashes_ends_in_the_portable_kernels_with_one_line(
+    name: str, why: str, blackwell: Callable[[str, tuple[int, int]], None], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "SECONDS", 8 if name == "Hangs" else HANGS)
-    said = selftest.said_of(selftest.verdict(f"toy_selftests:{name}", CPU))
-    assert said == f"their self-test has not passed: {why}; tilemoe doctor repeats it"
+    """The toy in a process of its own, on the CPU, stands for the kernels of a B200."""
+    verdict = selftest.verdict
+    monkeypatch.setattr(selftest, "SECONDS", 5 if name == "Hangs" else HANGS)
+    monkeypatch.setattr(selftest, "verdict", lambda *given: verdict(f"toy_selftests:{name}", CPU))
+    monkeypatch.setenv(selftest.SETTING, "1")
+    blackwell("3.9.0", (10, 0))
+    said = f"their self-test has not passed: {why}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for dtype in (torch.bfloat16, torch.float16):
+            chosen = choose_experts(B200, dtype)
+            assert chosen.name == "triton"
+            assert said in chosen.reason
+    (line,) = [str(warning.message) for warning in caught]
+    assert line.startswith(f"TILEMOE_BLACKWELL=1: the Blackwell kernels do not serve, {said}")
+    assert "\n" not in line
     assert len(list((cache / "verdicts").glob("toy*.json"))) == 1
 
 
 def test_too_little_memory_says_nothing_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, of which no alarm is asked."""
     alarms: list[int] = []
-    monkeypatch.setattr(doctor_checks.signal, "alarm", alarms.append)
+    monkeypatch.setattr(signal, "alarm", alarms.append)
     monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
     found = doctor_checks.judge("toy_selftests:OutOfMemory", "cpu", 7)
     assert found == Verdict("cpu has too little free memory for it", is_kept=False)
@@ -226,18 +250,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
 
 def test_a_gpu_for_one_process_is_not_tried(asked: list[list[str] | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the verdict is there, from before."""
-    gpu, tried = torch.device("cuda", 0), list[Any]()
+    tried = list[Any]()
     monkeypatch.setattr(selftest, "verdict_of", lambda *given: tried.append(given) or Verdict(None))
-    assert selftest.why_not("blackwell", gpu) is None
+    assert selftest.why_not("blackwell", B200) is None
     asked.append(["580.1", "Exclusive_Process"])
-    selftest.verdict("blackwell", gpu)
+    selftest.verdict("blackwell", B200)
     (name, key, command, environment, seconds, hindrance, _), (*_, in_exclusive_mode, _) = tried
     assert key.items() > {"gpu": "B200", "capability": "10.0", "driver": "580.1", "backend": "blackwell"}.items()
     assert command[-6:] == ["--backend", "blackwell", "--device", "cuda:0", "--seconds", str(seconds)]
     assert (name, environment[selftest.SETTING], hindrance) == ("blackwell", "untested", None)
     assert "whose compute mode is Exclusive_Process: nvidia-smi -c DEFAULT" in in_exclusive_mode
     asked.append(None)
-    assert selftest.verdict("blackwell", gpu) == Verdict("nvidia-smi does not say which driver there is", False)
+    assert selftest.verdict("blackwell", B200) == Verdict("nvidia-smi does not say which driver there is", False)
 
 
 def test_the_sources_are_in_the_key(tmp_path: Path) -> None:
@@ -253,3 +277,81 @@ def test_nvidia_smi_is_asked_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert nvidia_smi("driver_version", "compute_mode", gpu="GPU-1") == ["580.1", "Default"]
     assert nvidia_smi("driver_version") is None
+
+
+@pytest.fixture
+def selftests(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """The last of them is what each self-test says."""
+    verdicts = [Verdict(None)]
+    monkeypatch.setattr(selftest, "verdict", lambda backend, device: verdicts[-1])
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("version", "setting", "verdict", "name", "said"),
+    [
+        ("3.9.0", None, None, "triton", "the Blackwell kernels never ran: TILEMOE_BLACKWELL=1 lets them serve if they"),
+        ("3.9.0", "1", None, "blackwell", "TILEMOE_BLACKWELL turns them on"),
+        (
+            "3.9.0",
+            "1",
+            "dw1 is off",
+            "triton",
+            "their self-test has not passed: dw1 is off; tilemoe doctor",
+        ),
+        ("3.9.0", "untested", "dw1 is off", "blackwell", "TILEMOE_BLACKWELL turns them on"),
+        ("3.8.0", "1", None, "triton", "the Blackwell kernels need Triton 3.6.x or 3.9.x, not 3.8.0"),
+        ("3.6.0", "1", None, "torch", "Triton 3.6.0 can be wrong on capability 10.x: pip install 'triton>=3.7.1'"),
+        ("3.6.0", None, None, "torch", "Triton 3.6.0 can be wrong on capability 10.x"),
+    ],
+)
+def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
+    blackwell: Callable[[str, tuple[int, int]], None],
+    selftests: list[Verdict],
+    version: str,
+    setting: str | None,
+    verdict: str | None,
+    name: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the portable kernels, or PyTorch, and one warning for all calls, if they were asked for."""
+    blackwell(version, (10, 0))
+    selftests.append(Verdict(verdict))
+    monkeypatch.delenv(selftest.SETTING, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(selftest.SETTING, setting)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for dtype, widths in ((torch.bfloat16, ()), (torch.bfloat16, (64, 32)), (torch.float16, (128, 64))):
+            chosen = choose_experts(B200, dtype, widths)
+            assert chosen.name == chosen.impl.name == name
+            assert said in chosen.reason
+        assert choose_experts(B200, torch.float32).name == "torch"
+        if name != "torch":
+            assert choose_experts(B200, torch.bfloat16, (36, 20)).name == "torch"
+    lines = [str(warning.message) for warning in caught]
+    expected = f"TILEMOE_BLACKWELL=1: the Blackwell kernels do not serve, {said}"
+    assert len(lines) == (setting == "1" and name != "blackwell")
+    assert all(line.startswith(expected) for line in lines)
+    named = backend_named("blackwell").why_unsupported(B200, torch.bfloat16)
+    assert (named is None) == ((verdict is None and version == "3.9.0") or setting == "untested")
+
+
+def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
+    blackwell: Callable[[str, tuple[int, int]], None], selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blackwell("3.9.0", (10, 0))
+    selftests.append(Verdict("it was killed after 600 s without an end"))
+    monkeypatch.setenv(selftest.SETTING, "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_experts(B200, torch.bfloat16).name == "triton"
+    monkeypatch.setattr(blackwell_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
+    rows, plan = SimpleNamespace(device=B200, dtype=torch.bfloat16), SimpleNamespace(capacity=8)
+    with raises_one_line("kernels='blackwell': their self-test has not passed: it was killed .*; pass kernels=None or"):
+        blackwell_backend._device(rows, plan, 64, 32)  # type: ignore[arg-type]
+    selftests.append(Verdict(None))
+    selftest.why_not.cache_clear()
+    assert blackwell_backend._device(rows, plan, 64, 32) is not None  # type: ignore[arg-type]
