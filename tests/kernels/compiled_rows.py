@@ -20,7 +20,8 @@ from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.expert_parallel import triton_window as window
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.fp8 import words_of_row
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.formats.packed import PackedWeight
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.kernels.experts.triton import bias_grad
 from tilemoe.kernels.experts.triton import small_m as few_rows
 from tilemoe.kernels.experts.triton.backend import TritonBackend
@@ -259,32 +260,39 @@ def cross_between_processes(dtype: torch.dtype) -> Row:
 
 
 @cache
-def frozen_weight() -> Nf4Weight:
-    return quantize_nf4(torch.zeros(2, 2048, 1024))
+def frozen_weight(storage: str) -> PackedWeight:
+    return STORAGES[storage].quantize(torch.zeros(2, *WIDTHS_OF_PACKED[storage]))
 
 
-def multiply_nf4(dtype: torch.dtype) -> Callable[[], None]:
+# MXFP4's are gpt-oss's.
+WIDTHS_OF_PACKED = {"nf4": (2048, 1024), "mxfp4": (2880, 2880)}
+
+
+def multiply_packed(storage: str, dtype: torch.dtype) -> Callable[[], None]:
     """up_proj and down_proj_dgrad, gathered, and down_proj and up_proj_dgrad: each once with blocks along the
     contraction and once along the output."""
     plan, spec = topk_plan(64, 2, 2), activation_spec("relu", "concatenated", None, None)
-    x, a, do = (zeros(*shape, dtype=dtype) for shape in ((64, 2048), (128, 1024), (128, 2048)))
+    d, n = WIDTHS_OF_PACKED[storage]
+    x, a, do = (zeros(*shape, dtype=dtype) for shape in ((64, d), (128, n), (128, d)))
 
     def run() -> None:
-        w2, kernels = frozen_weight(), TritonBackend()
+        w2, kernels = frozen_weight(storage), TritonBackend()
         kernels.up_proj(x, w2.transpose(1, 2), None, plan, spec)
-        kernels.down_proj(a, w2, zeros(2, 2048, dtype=dtype), plan)
+        kernels.down_proj(a, w2, zeros(2, d, dtype=dtype), plan)
         kernels.up_proj(a[:64], w2, None, plan, spec)
         kernels.up_proj_dgrad(do, w2, plan)
 
     return run
 
 
-def nf4(dtype: torch.dtype) -> Row:
-    """Scales are copied one at a time, and all else by 16 bytes, nothing by single elements."""
+def packed(storage: str, dtype: torch.dtype) -> Row:
+    """NF4's scales are copied one at a time, MXFP4's are loaded as bytes; all else goes by 16 bytes, nothing by single
+    elements."""
     unit = () if dtype == FP32 else ((MATRIX_UNIT, 1, ""),)
     copies_of_others = r"cp\.async\.c[ga]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(?!4\b|10\b)"
-    launches = of_kernels(recorded(multiply_nf4(dtype)), "nf4_kernel")
-    return Row(launches, unit, f"{NARROW_LOADS}|{copies_of_others}", NO_SPILL, amd=dtype != FP16)
+    narrow = NARROW_LOADS if storage == "nf4" else r"ld\.global\S*\.b16\s"
+    launches = of_kernels(recorded(multiply_packed(storage, dtype)), "packed_kernel")
+    return Row(launches, unit, f"{narrow}|{copies_of_others}", NO_SPILL, amd=dtype != FP16)
 
 
 def cross_entropy(classes: int, dtype: torch.dtype) -> Row:
@@ -421,7 +429,7 @@ ROWS: dict[str, Row] = {
     ),
     **rows_of("packing", cross_between_processes, (BF16,), (FP16,), (FP32,)),
     **rows_of("whole rows", whole_rows, (1536,), (7168,), (28672,)),
-    **rows_of("nf4", nf4, (BF16,), (FP16,), (FP32,)),
+    **rows_of("packed", packed, *((storage, dtype) for storage in WIDTHS_OF_PACKED for dtype in (BF16, FP16, FP32))),
     **rows_of("loss", cross_entropy, (100352, BF16), (100352, FP16), (100352, FP32), (50257, BF16), (48, FP32)),
     **rows_of(
         "rotation", rotation, (12, 128, BF16, True), (12, 128, FP32, False), (4, 64, FP16, True), (5, 80, BF16, True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilemoe.layers.lora import Nf4LoRAExperts, add_lora
+from tilemoe.layers.lora import PackedLoRAExperts, add_lora
 from tilemoe.layers.moe import MoE
 from tilemoe.testing import relative_error
 
@@ -24,7 +24,7 @@ def frozen_bytes(layer: MoE) -> int:
 def in_fp64(layer: MoE) -> MoE:
     """A dense copy that computes in fp64 with what the kernels multiply."""
     cfg, experts = layer.cfg, layer.experts
-    assert isinstance(experts, Nf4LoRAExperts)
+    assert isinstance(experts, PackedLoRAExperts)
     exact = MoE(cfg, device=experts.up_a.device, dtype=torch.float64, kernels="torch")
     add_lora(exact, experts.rank, experts.alpha)
     weights = dict(layer.state_dict())

@@ -41,8 +41,10 @@ from tilemoe.runtime.launch import Launch, ceil_div
 NEWER = (100, 120)  # GPUs that nobody has run these kernels on
 # Whose other dtypes and sizes are compiled always.
 SELDOM = {
-    "nf4 torch.float16",
-    "nf4 torch.float32",
+    "packed nf4 torch.float16",
+    "packed nf4 torch.float32",
+    "packed mxfp4 torch.float16",
+    "packed mxfp4 torch.float32",
     "packing torch.float16",
     "whole rows 7168",
     "loss 100352 torch.float16",
@@ -145,10 +147,11 @@ def test_groups_never_fill_more_columns_than_fit() -> None:
         assert tile.num_warps <= 16
 
 
-def test_two_ctas_of_nf4_share_a_hopper() -> None:
-    of_nf4 = next(row for name, row in ROWS.items() if name.startswith("nf4"))
-    assert [launch.max_registers for launch in of_nf4.launches(NVIDIA[90])] == [128] * 4
-    assert {launch.max_registers for launch in of_nf4.launches(NVIDIA[80])} == {None}
+def test_two_ctas_of_packed_weights_share_a_hopper() -> None:
+    for name, row in ROWS.items():
+        if name.startswith("packed") and "float32" not in name:
+            assert [launch.max_registers for launch in row.launches(NVIDIA[90])] == [128] * 4
+            assert {launch.max_registers for launch in row.launches(NVIDIA[80])} == {None}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -12,7 +12,7 @@ from nf4_checks import frozen_bytes
 from torch import Tensor, nn
 
 from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
-from tilemoe.layers.lora import ATTENTION, Nf4LoRAExperts, adapter_names, add_lora, merge_lora
+from tilemoe.layers.lora import ATTENTION, PackedLoRAExperts, adapter_names, add_lora, merge_lora
 from tilemoe.testing import assert_equal, relative_error
 
 CFG = MoEConfig(64, 128, 5, 2, expert_bias=True, gate_up="interleaved", initializer_range=0.1)
@@ -97,7 +97,7 @@ def test_scales_stay_fp32_in_a_narrower_model() -> None:
 def test_merged_are_the_decoded_weights_and_the_adapters_rounded_once(dtype: torch.dtype) -> None:
     moe = layer(dtype=dtype)
     experts, x = moe.experts, tokens().to(dtype)
-    assert isinstance(experts, Nf4LoRAExperts)
+    assert isinstance(experts, PackedLoRAExperts)
     adapted = moe(x).hidden.detach()
     frozen = experts._frozen("w1", lambda t: t)
     exact = torch.stack([frozen.expert(index, torch.float32).double() for index in range(5)])
@@ -114,7 +114,7 @@ def test_merged_are_the_decoded_weights_and_the_adapters_rounded_once(dtype: tor
     [
         (replace(CFG, hidden_size=72), {}, "hidden_size must be a multiple of 64, the block of NF4, got 72; pad it"),
         (replace(CFG, intermediate_size=40), {}, "intermediate_size must be a multiple of 64, .* got 40; pad it"),
-        (CFG, {"dtype": torch.float64}, "experts in fp64 cannot be kept in NF4, which has fp32 scales; cast the model"),
+        (CFG, {"dtype": torch.float64}, "experts in fp64 cannot be kept in NF4, whose values are fp32; cast the model"),
         (CFG, {"storage": "int8"}, "storage must be one of"),
         (CFG, {"modules": (ATTENTION,)}, "storage='nf4' is of experts; add 'experts' to modules"),
     ],

@@ -135,13 +135,14 @@ def test_opcheck(case: str) -> None:
         spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
         routed = (plan, spec, backend_named("torch"))
         tail = library.ROUTED.flatten(routed)
+        dense = (None, None, None, None, "dense dense", SCALE)
         x, s = arguments["x"], arguments["scores"].detach().reshape(-1).requires_grad_()
         matrices = (x, arguments["w1"], arguments["w2"], s, *adapters[:4])
         b1, b2 = arguments.get("b1"), arguments.get("b2")
-        torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, None, None, SCALE, *tail))
+        torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, *dense, *tail))
         detached = tuple(t.detach() for t in matrices)
-        o, h, u = lora._forward(*detached, b1, b2, None, None, SCALE, *routed)
-        backward = (torch.ones_like(o), *detached, b2, None, None, h, u, SCALE, *tail)
+        o, h, u = lora._forward(*detached, b1, b2, *dense, *routed)
+        backward = (torch.ones_like(o), *detached, b2, *dense[:-2], h, u, *dense[-2:], *tail)
         torch.library.opcheck(lora._backward_op.registered, backward)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -93,17 +94,18 @@ def test_opcheck(case: str) -> None:
     w1, w2 = arguments["w1"], arguments["w2"]
     scores = arguments["scores"].detach().reshape(-1).requires_grad_()
     matrices = (arguments["x"], w1.codes, w2.codes, scores, *adapters[:4])
-    scales, biases = (w1.absmax, w2.absmax, SCALE), (arguments.get("b1"), arguments.get("b2"))
-    torch.library.opcheck(lora._forward.registered, (*matrices, *biases, *scales, *tail))
+    scales, biases = (w1.absmax, None, w2.absmax, None), (arguments.get("b1"), arguments.get("b2"))
+    options = ("nf4 nf4", SCALE)
+    torch.library.opcheck(lora._forward.registered, (*matrices, *biases, *scales, *options, *tail))
     detached = tuple(t.detach() for t in matrices)
-    o, h, u = lora._forward(*detached, *biases, *scales, *routed)
-    backward = (torch.ones_like(o), *detached, biases[1], *scales[:2], h, u, scales[2], *tail)
+    o, h, u = lora._forward(*detached, *biases, *scales, *options, *routed)
+    backward = (torch.ones_like(o), *detached, biases[1], *scales, h, u, *options, *tail)
     torch.library.opcheck(lora._backward_op.registered, backward)
 
 
 class Blind(TorchBackend):
     name = "blind"
-    reads_nf4 = False
+    packed = MappingProxyType({})
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,11 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     lines.append(f"attention's projections with dense precision fp8: {projections.name} ({projections.reason})")
     invariance = {experts.name: experts.impl.batch_invariance for experts in chosen.values()}
     lines += [f"batch invariance of the experts by {name}: {whether}" for name, whether in invariance.items()]
-    in_4_bit = {experts.name: experts.impl for experts in chosen.values() if experts.impl.reads_nf4}
     lines += [
-        f"batch invariance of experts in NF4 by {name}: {kernels.nf4_batch_invariance}"
-        for name, kernels in in_4_bit.items()
+        f"batch invariance of experts in {packed.upper()} by {name}: {whether}"
+        for name, kernels in {experts.name: experts.impl for experts in chosen.values()}.items()
         if kernels.precision == "bf16"
+        for packed, whether in kernels.packed.items()
     ]
     lines.append(f"batch invariance of the router's logits: {TorchBackend.batch_invariance}")
     return lines

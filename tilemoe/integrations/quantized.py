@@ -23,7 +23,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilemoe.checks import require_choice, require_type, shown
 from tilemoe.integrations.quantized_weight import (
-    STORAGES,
     QuantizedWeight,
     check_quantizable,
     make_dense,
@@ -31,6 +30,7 @@ from tilemoe.integrations.quantized_weight import (
     weight_names,
 )
 from tilemoe.integrations.transformers import NAME, experts_modules, is_experts_module, use
+from tilemoe.kernels.experts.table import STORAGES
 
 
 class TilemoeConfig(QuantizationConfigMixin):
@@ -173,7 +173,7 @@ class TilemoeQuantizer(HfQuantizer):
         for _, module in experts_modules(model):
             check_quantizable(module, self.quantization_config.experts)
             for name in weight_names(module):
-                self.serialized_names[name] = [f"{name}_{part}" for part in self.storage.names]
+                self.serialized_names[name] = [f"{name}_{part}" for part in self.storage.parts]
         use(model)
         if self.linear is not None:
             settings = self.linear.quantization_config
@@ -203,7 +203,7 @@ class TilemoeQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
         for name in [name for name, value in state.items() if isinstance(value, QuantizedWeight)]:
-            for part, tensor in zip(self.storage.names, state.pop(name).tensors(), strict=True):
+            for part, tensor in zip(self.storage.parts, state.pop(name).tensors(), strict=True):
                 state[f"{name}_{part}"] = tensor
         return state, {}
 
@@ -244,10 +244,10 @@ class _Join(ConversionOps):
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         name, storage = kwargs["full_layer_name"], self.hf_quantizer.storage
         parts = {key.rpartition("_")[2]: value[0] for key, value in input_dict.items()}
-        if missing := [part for part in storage.names if part not in parts]:
+        if missing := [part for part in storage.parts if part not in parts]:
             raise ValueError(f"the folder has no {name}_{missing[0]}; save or download it again")
         dtype = kwargs["model"].get_parameter(name).dtype
-        weight = QuantizedWeight(storage.whole(*(parts[part] for part in storage.names)), dtype)
+        weight = QuantizedWeight(storage.weight(*(parts[part] for part in storage.parts)), dtype)
         return {name: nn.Parameter(weight, requires_grad=False)}
 
     @property

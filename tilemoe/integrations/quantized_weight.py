@@ -12,7 +12,6 @@ is ever made whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,26 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.integrations.gates import name_of
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4, why_not_nf4
+from tilemoe.kernels.experts.formats.packed import PackedWeight
+from tilemoe.kernels.experts.table import STORAGES, Storage
 from tilemoe.ops.lora import Adapters
 
 _MISSING_RANK = 8  # of an adapter of zeros; kernels on a GPU take multiples of 8
 _INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
-
-
-class Storage(NamedTuple):
-    """How weights are stored: made of a dense one, or of its tensors; why not for widths d, n; what tensors are called.
-
-    A tensor of a weight ``down_proj`` is called ``down_proj_codes`` where weights are saved.
-    """
-
-    quantize: Callable[[Tensor], Nf4Weight]
-    whole: Callable[..., Nf4Weight]
-    why_not: Callable[[int, int], str | None]
-    names: tuple[str, ...]
-
-
-STORAGES = MappingProxyType({"nf4": Storage(quantize_nf4, Nf4Weight, why_not_nf4, ("codes", "absmax"))})
 
 
 class LowRank(NamedTuple):
@@ -53,12 +38,12 @@ class LowRank(NamedTuple):
 class QuantizedWeight(Tensor):
     """A frozen weight (E, p, q) of ``dtype`` that is stored in 4 bit, and what an adapter adds to it, if anything."""
 
-    stored: Nf4Weight
+    stored: PackedWeight
     added: LowRank | None
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedWeight], stored: Nf4Weight, dtype: torch.dtype, added: LowRank | None = None
+        cls: type[QuantizedWeight], stored: PackedWeight, dtype: torch.dtype, added: LowRank | None = None
     ) -> QuantizedWeight:
         codes = stored.codes
         made: QuantizedWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=codes.device)
@@ -66,8 +51,8 @@ class QuantizedWeight(Tensor):
         return made
 
     def tensors(self) -> list[Tensor]:
-        """What it consists of, in the order of `Storage.names`."""
-        return [getattr(self.stored, field.name) for field in fields(self.stored)]
+        """What it consists of, in the order of `Storage.parts`."""
+        return list(self.stored.tensors.values())
 
     def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
         """Of what ``function`` makes of its tensors."""
@@ -227,7 +212,7 @@ def check_quantizable(module: nn.Module, storage: str) -> None:
     _, d, n = second.shape
     if getattr(module, "is_transposed", False):
         d, n = n, d
-    why = STORAGES[storage].why_not(d, n)
+    why = STORAGES[storage].weight.why_not(d, n)
     if why is not None:
         raise _refusal(module, why)
 

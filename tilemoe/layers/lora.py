@@ -6,7 +6,6 @@ T tokens · d hidden_size · n intermediate_size · E experts · r rank · w = 2
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from tilemoe.checks import require_choice, require_finite, require_int, require_type, shown
 from tilemoe.dispatch.base import LocalDispatcher
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, Weight, quantize_nf4, why_not_nf4
+from tilemoe.kernels.experts.formats.packed import PackedWeight, Weight
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.layers.attention import Attention
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
@@ -27,6 +27,7 @@ from tilemoe.runtime.tensors import require_factory
 EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _WEIGHTS = ("w1", "w2")
+_DENSE = "dense"
 _OF_TRANSFORMERS = (
     "on a model of transformers PEFT puts them, get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
     "target_parameters=['experts.gate_up_proj', 'experts.down_proj']))"
@@ -122,42 +123,38 @@ class LoRAExperts(Experts):
         return f"{super().extra_repr()}, rank {self.rank}, scale {self.scale:g}"
 
 
-class Nf4LoRAExperts(LoRAExperts):
-    """`LoRAExperts` whose w1 and w2 are stored in NF4, 4.5 bits per value (`tilemoe.kernels.experts.formats.nf4`).
+class PackedLoRAExperts(LoRAExperts):
+    """`LoRAExperts` whose w1 and w2 are stored in 4 bits, as ``storage`` of `tilemoe.kernels.experts.table` says.
 
-    w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), which
-    stay fp32 through ``to(dtype)``. w1 and w2 are None; `merged` returns them dense, in the base's dtype.
+    In place of w1 and w2, which are None, each of a packed weight's tensors is a frozen parameter: w1_codes (E, w, d /
+    2), w2_codes (E, d, n / 2) uint8; of NF4 w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), fp32, or with double
+    quantisation uint8, and then w1_nested, w2_nested fp32; of MXFP4 w1_exponents (E, w, d / 32), w2_exponents (E, d,
+    n / 32) uint8. What is fp32 stays so through ``to(dtype)``. `merged` returns w1 and w2 dense, in the base's dtype.
     """
 
-    w1_codes: nn.Parameter
-    w1_absmax: nn.Parameter
-    w2_codes: nn.Parameter
-    w2_absmax: nn.Parameter
-
-    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None) -> None:
+    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None, storage: str) -> None:
         super().__init__(base, rank, alpha, dtype=dtype)
-        self.merged_dtype = base.w1.dtype
+        self.storage, self.merged_dtype = storage, base.w1.dtype
         for name in _WEIGHTS:
-            quantized = quantize_nf4(getattr(base, name))
-            setattr(self, f"{name}_codes", nn.Parameter(quantized.codes, requires_grad=False))
-            setattr(self, f"{name}_absmax", nn.Parameter(quantized.absmax, requires_grad=False))
+            for part, tensor in STORAGES[storage].quantize(getattr(base, name)).tensors.items():
+                setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
             setattr(self, name, None)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.w1_codes.device)
+        plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.up_a.device)
         plain.reset_parameters(generator)
         for name in _WEIGHTS:
-            quantized = quantize_nf4(getattr(plain, name))
-            getattr(self, f"{name}_codes").copy_(quantized.codes)
-            getattr(self, f"{name}_absmax").copy_(quantized.absmax)
+            for part, tensor in STORAGES[self.storage].quantize(getattr(plain, name)).tensors.items():
+                self.get_parameter(f"{name}_{part}").copy_(tensor)
         for bias in (self.b1, self.b2):
             if bias is not None:
                 nn.init.zeros_(bias)
         self.reset_adapters(generator)
 
-    def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> Nf4Weight:
-        return Nf4Weight(local(getattr(self, f"{name}_codes")), local(getattr(self, f"{name}_absmax")))
+    def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> PackedWeight:
+        weight, _, parts = STORAGES[self.storage]
+        return weight(*[local(getattr(self, f"{name}_{part}")) for part in parts])
 
     @torch.no_grad()
     def _merged(self, name: str, b: Tensor, a: Tensor) -> nn.Parameter:
@@ -169,9 +166,10 @@ class Nf4LoRAExperts(LoRAExperts):
             dense[expert] = matrix
         return nn.Parameter(dense, requires_grad=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Nf4LoRAExperts:
-        """As `torch.nn.Module`'s, but the scales keep their dtype."""
-        scales = {f"{name}_absmax": getattr(self, f"{name}_absmax").detach() for name in _WEIGHTS}
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLoRAExperts:
+        """As `torch.nn.Module`'s, but scales keep their dtype."""
+        names = [f"{name}_{part}" for name in _WEIGHTS for part in STORAGES[self.storage].parts]
+        scales = {name: self.get_parameter(name).detach() for name in names}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
             if (found := getattr(self, name)).dtype != scale.dtype:
@@ -179,17 +177,14 @@ class Nf4LoRAExperts(LoRAExperts):
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, NF4"
+        return f"{super().extra_repr()}, storage {self.storage}"
 
 
-# ``storage`` of the frozen experts -> the class that implements it.
-STORAGES: MappingProxyType[str, type[LoRAExperts]] = MappingProxyType({"dense": LoRAExperts, "nf4": Nf4LoRAExperts})
-
-
-def _check_nf4(base: Experts) -> None:
-    why = why_not_nf4(base.cfg.hidden_size, base.cfg.intermediate_size)
+def _check_storage(base: Experts, storage: str) -> None:
+    weight = STORAGES[storage].weight
+    why, of = weight.why_not(base.cfg.hidden_size, base.cfg.intermediate_size), weight.name.upper()
     if why is None and base.w1.dtype == torch.float64:
-        why = "experts in fp64 cannot be kept in NF4, which has fp32 scales; cast the model, or leave NF4 out"
+        why = f"experts in fp64 cannot be kept in {of}, whose values are fp32; cast the model, or leave {of} out"
     if why is not None:
         raise ValueError(why)
 
@@ -218,7 +213,7 @@ def add_lora(
     *,
     dtype: torch.dtype | None = None,
     modules: Collection[str] = (EXPERTS,),
-    storage: str = "dense",
+    storage: str = _DENSE,
 ) -> list[nn.Parameter]:
     """Freeze ``model`` and add trainable low-rank adapters to the modules that ``modules`` names; returns the adapters.
 
@@ -226,8 +221,8 @@ def add_lora(
     keep their names. Add adapters before `tilemoe.parallelize`; the model may be on any device, meta too.
 
     ``rank`` is r, and ``alpha`` scales the adapters by alpha / r. ``dtype`` is that of the adapters, the weights' if
-    None. ``storage`` of the frozen experts: "dense" in their own dtype, or "nf4", 4.5 bits per value
-    (`Nf4LoRAExperts`).
+    None. ``storage`` of the frozen experts: "dense" in their own dtype, or in 4 bits (`PackedLoRAExperts`): "nf4", 4.5
+    bits per value, "nf4_double", with double quantisation, 4.13 bits, or "mxfp4", 4.25 bits.
 
     Raises:
         ValueError: the model has none of the named modules or has adapters already; ``rank``, ``alpha`` or another
@@ -256,17 +251,20 @@ def add_lora(
     require_int("rank", rank, 1)
     require_factory(None, dtype, FLOAT_DTYPES)
     require_finite("alpha", alpha, positive=True)
-    require_choice("storage", storage, tuple(STORAGES))
-    if storage != "dense" and not layers:
+    require_choice("storage", storage, (_DENSE, *STORAGES))
+    if storage != _DENSE and not layers:
         raise ValueError(f"storage={storage!r} is of experts; add 'experts' to modules, or leave storage out")
     for layer in layers:  # before anything changes
         _check(layer.experts, rank)
-        if storage == "nf4":
-            _check_nf4(layer.experts)
+        if storage != _DENSE:
+            _check_storage(layer.experts, storage)
     model.requires_grad_(False)
     adapted: list[LoRAExperts | LoRALinear] = []
     for layer in layers:
-        layer.experts = STORAGES[storage](layer.experts, rank, alpha, dtype=dtype)
+        if storage == _DENSE:
+            layer.experts = LoRAExperts(layer.experts, rank, alpha, dtype=dtype)
+        else:
+            layer.experts = PackedLoRAExperts(layer.experts, rank, alpha, dtype=dtype, storage=storage)
         adapted.append(layer.experts)
     for attention in attentions:
         for name in _PROJECTIONS:

@@ -7,12 +7,13 @@ Expert e computes with ``w1_e + c up_b_e up_a_e`` and ``w2_e + c down_b_e down_a
 of adapters for each expert and matrix). The low-rank products are GEMMs of their own, over the same rows and by the
 same kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads as up_proj and down_proj_dgrad do.
 Saved: x, h (R_max, w), u (R_max, r), the scores and the plan, which is what `tilemoe.moe` saves, and u. Of the weights
-only the adapters get gradients. w1 and w2 may be in NF4, 4 bits per value: kernels decode each tile before they
+only the adapters get gradients. w1 and w2 may be packed in 4 bits per value: kernels decode each tile before they
 multiply it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,8 +30,9 @@ from tilemoe.kernels.experts.formats.dense import (
     is_column_major,
     row_blocks,
 )
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, Weight, why_not_nf4
+from tilemoe.kernels.experts.formats.packed import PackedWeight, Weight
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
+from tilemoe.kernels.experts.table import PACKED
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs
 from tilemoe.ops.experts import gemm_flops, routed_operator
@@ -38,6 +40,9 @@ from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, che
 from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of, without_derived
 from tilemoe.runtime.tensors import require_tensors
 
+_DENSE = "dense"
+_PARTS = 3  # most tensors of a weight
+_NUM_ADAPTED = 8  # x, w1, w2, the scores and the adapters
 _LINEAR = ActivationSpec("relu")  # any ungated one: `Backend.up_proj` returns what is before the activation
 
 
@@ -72,61 +77,81 @@ def moe_lora(
     """`tilemoe.moe` with ``w1 + scale up_b up_a`` and ``w2 + scale down_b down_a`` for weights: (T, d) in x's dtype.
 
     Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen. w1 and w2 may each be
-    an `Nf4Weight` (`tilemoe.kernels.experts.formats.nf4`), which is multiplied in x's dtype.
+    a `PackedWeight` (`tilemoe.kernels.experts.formats`), which is multiplied in x's dtype.
 
     Raises:
         ValueError: an adapter's shape, dtype or device does not match the weights, a weight or bias requires a
-            gradient, or the backend ``kernels`` cannot read NF4.
+            gradient, or the backend ``kernels`` cannot read a packed weight's format.
     """
     check_options(gate_up, recompute=None)
     require_type("adapters", adapters, Adapters)
     named = dict(zip(Adapters._fields[:4], adapters[:4], strict=True))
-    (data1, absmax1), (data2, absmax2) = _parts(w1), _parts(w2)
-    given = {"x": x, "w1": data1, "w2": data2, "scores": scores, **named}
-    require_tensors(given, {"b1": b1, "b2": b2, "w1.absmax": absmax1, "w2.absmax": absmax2})
+    frozen = _named_tensors("w1", w1) | _named_tensors("w2", w2)
+    require_tensors({"x": x, **frozen, "scores": scores, **named}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
-    _check_frozen({"w1": data1, "w2": data2, "b1": b1, "b2": b2, "w1.absmax": absmax1, "w2.absmax": absmax2})
-    x, data1, data2, b1, b2 = cast_under_autocast(x, data1, data2, b1, b2)
-    like1, like2 = _like(data1, absmax1, x.dtype), _like(data2, absmax2, x.dtype)
+    _check_frozen({**frozen, "b1": b1, "b2": b2})
+    x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
+    like1, like2 = _like(w1, x.dtype), _like(w2, x.dtype)
     check_tensors(x, like1, like2, b1, b2, spec.width_factor)
     check_plan(x, like1, plan, scores)
     _check(x, like2, adapters, spec)
     low_rank = [adapter.to(x.dtype) for adapter in adapters[:4]]
     backend = backend_for(kernels, like2, (*like2.shape[1:], adapters.up_a.shape[1]))
-    if absmax1 is not None or absmax2 is not None:
-        _check_nf4(backend, *like2.shape[1:])
+    for weight in (w1, w2):
+        if isinstance(weight, PackedWeight):
+            _check_packed(weight, backend, *like2.shape[1:])
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
-    tensors = (x, data1, data2, s, *low_rank, b1, b2, absmax1, absmax2)
-    return _forward(*tensors, adapters.scale, plan, spec, backend)[0]
+    (data1, *scales1), (data2, *scales2) = _parts(w1), _parts(w2)
+    tensors = (x, data1, data2, s, *low_rank, b1, b2, *scales1, *scales2)
+    return _forward(*tensors, f"{_format(w1)} {_format(w2)}", adapters.scale, plan, spec, backend)[0]
 
 
-def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """(data, absmax) of a weight, as operators take it: (weight, None), or an NF4 weight's codes and scales."""
-    return (weight.codes, weight.absmax) if isinstance(weight, Nf4Weight) else (weight, None)
+def _named_tensors(name: str, weight: Weight) -> dict[str, Any]:
+    """What a weight consists of, by the names that messages have."""
+    if not isinstance(weight, PackedWeight):
+        return {name: weight}
+    return {name if part == "codes" else f"{name}.{part}": tensor for part, tensor in weight.tensors.items()}
 
 
-def _whole(data: Tensor, absmax: Tensor | None) -> Weight:
-    """The inverse of `_parts`."""
-    return data if absmax is None else Nf4Weight(data, absmax)
+def _parts(weight: Weight) -> tuple[Tensor | None, ...]:
+    """A weight as operators take it: its data, scales and scales of scales, None for those that it has not."""
+    tensors = tuple(weight.tensors.values()) if isinstance(weight, PackedWeight) else (weight,)
+    return (*tensors, *[None] * (_PARTS - len(tensors)))
 
 
-def _like(data: Tensor, absmax: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """For checks: the weight itself, or for one in NF4 an expanded scalar of its shape and of ``dtype``."""
-    if absmax is None:
-        return data
-    return data.new_empty((), dtype=dtype).expand(Nf4Weight(data, absmax).shape)
+def _format(weight: Weight) -> str:
+    return weight.name if isinstance(weight, PackedWeight) else _DENSE
 
 
-def _check_nf4(backend: Backend, d: int, n: int) -> None:
-    why = why_not_nf4(d, n)
+def _read(formats: str, parts: Sequence[tuple[Tensor | None, ...]], backend: Backend) -> list[Weight]:
+    """Weights of which `_parts` and `_format` were given, as the backend's GEMMs read them."""
+    found: list[Weight] = []
+    for name, (data, *scales) in zip(formats.split(" "), parts, strict=True):
+        assert data is not None, "a weight has data"
+        given = [part for part in scales if part is not None]
+        found.append(data if name == _DENSE else backend.whole_scales(PACKED[name](data, *given)))
+    return found
+
+
+def _like(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """For checks: the weight itself, or for a packed one an expanded scalar of its shape and of ``dtype``."""
+    if not isinstance(weight, PackedWeight):
+        return weight
+    return weight.codes.new_empty((), dtype=dtype).expand(weight.shape)
+
+
+def _check_packed(weight: PackedWeight, backend: Backend, d: int, n: int) -> None:
+    why = type(weight).why_not(d, n)
     if why is not None:
         raise ValueError(why)
-    if not type(backend).reads_nf4:  # of the class, which torch.compile treats as a constant
-        raise ValueError(f"kernels={backend.name!r} read no weights in NF4; leave kernels out, or pass 'torch'")
+    if weight.name not in type(backend).packed:  # of the class, which torch.compile treats as a constant
+        raise ValueError(
+            f"kernels={backend.name!r} read no weights in {weight.name.upper()}; leave kernels out, or pass 'torch'"
+        )
 
 
 def _check_frozen(weights: dict[str, Tensor | None]) -> None:
-    """ValueError that names a weight, or the scales of one in NF4, that requires a gradient."""
+    """ValueError that names a weight, or the scales of a packed one, that requires a gradient."""
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
             raise ValueError(f"{name} must be frozen under adapters: {name}.requires_grad_(False)")
@@ -157,12 +182,12 @@ def _gathered(backend: Backend, x: Tensor, weight: Weight, plan: RoutingPlan) ->
 
 def _run(
     x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor,
-    b1: Tensor | None, b2: Tensor | None, absmax1: Tensor | None, absmax2: Tensor | None, scale: float,
-    plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
+    b1: Tensor | None, b2: Tensor | None, scales1: Tensor | None, nested1: Tensor | None, scales2: Tensor | None,
+    nested2: Tensor | None, formats: str, scale: float, plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(o (T, d), h (R_max, w), u (R_max, r))."""
     plan = without_derived(plan)
-    frozen1, frozen2 = _whole(w1, absmax1), _whole(w2, absmax2)
+    frozen1, frozen2 = _read(formats, ((w1, scales1, nested1), (w2, scales2, nested2)), backend)
     d, n = frozen2.shape[1:]
     u = _gathered(backend, x, up_a, plan)
     h = backend.up_proj(x, frozen1, b1, plan, spec)
@@ -190,12 +215,13 @@ def _fake(
 
 def _run_grad(
     do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
-    down_b: Tensor, b2: Tensor | None, absmax1: Tensor | None, absmax2: Tensor | None, h: Tensor, u: Tensor,
-    scale: float, plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
+    down_b: Tensor, b2: Tensor | None, scales1: Tensor | None, nested1: Tensor | None, scales2: Tensor | None,
+    nested2: Tensor | None, h: Tensor, u: Tensor, formats: str, scale: float, plan: RoutingPlan, spec: ActivationSpec,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, ds, dup_a, dup_b, ddown_a, ddown_b)."""
     plan = without_derived(plan)
-    frozen1, frozen2 = _whole(w1, absmax1), _whole(w2, absmax2)
+    frozen1, frozen2 = _read(formats, ((w1, scales1, nested1), (w2, scales2, nested2)), backend)
     d, n = frozen2.shape[1:]
     rows = _plan_of_rows(plan)
     v = _gathered(backend, do, down_b.transpose(1, 2), plan).mul_(scale)
@@ -251,7 +277,7 @@ def _fake_grad(
 
 
 def _flops(x: Any, w1: Any, w2: Any, s: Any, up_a: Any, up_b: Any, down_a: Any, *rest: Any, **_: Any) -> int:
-    d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]  # not of w1 and w2, which may be NF4 codes
+    d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]  # not of w1 and w2, which may be codes
     return gemm_flops(rest, d * w, n * d, r * (d + w), r * (n + d))
 
 
@@ -263,9 +289,10 @@ def _grad_flops(
 
 
 _ADAPTED = "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"
+_SCALES = "Tensor? scales1, Tensor? nested1, Tensor? scales2, Tensor? nested2"
 _forward = routed_operator(
     "moe_lora",
-    f"{_ADAPTED}, Tensor? b1, Tensor? b2, Tensor? absmax1, Tensor? absmax2, float scale",
+    f"{_ADAPTED}, Tensor? b1, Tensor? b2, {_SCALES}, str formats, float scale",
     "(Tensor, Tensor, Tensor)",
     _run,
     _fake,
@@ -273,7 +300,7 @@ _forward = routed_operator(
 )
 _backward_op = routed_operator(
     "moe_lora_grad",
-    f"Tensor do, {_ADAPTED}, Tensor? b2, Tensor? absmax1, Tensor? absmax2, Tensor h, Tensor u, float scale",
+    f"Tensor do, {_ADAPTED}, Tensor? b2, {_SCALES}, Tensor h, Tensor u, str formats, float scale",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_grad,
     _fake_grad,
@@ -282,21 +309,22 @@ _backward_op = routed_operator(
 
 
 def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, _, b2, absmax1, absmax2, ctx.scale, plan, ctx.spec, ctx.backend = args
+    *tensors, ctx.formats, ctx.scale, plan, ctx.spec, ctx.backend = args
+    adapted, (_, *rest) = tensors[:_NUM_ADAPTED], tensors[_NUM_ADAPTED:]  # without b1
     _, h, u = output
     ctx.mark_non_differentiable(h, u)
     ctx.set_materialize_grads(False)
     ctx.num_tokens = plan.num_tokens
-    ctx.save_for_backward(*tensors, b2, absmax1, absmax2, h, u, *plan.arrays)
+    ctx.save_for_backward(*adapted, *rest, h, u, *plan.arrays)
 
 
 def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 8
+        return (None,) * _NUM_ADAPTED
     saved = ctx.saved_tensors  # read only once: under checkpointing each read recomputes
     given, arrays = saved[: -len(PLAN_ARRAYS)], saved[-len(PLAN_ARRAYS) :]
     routed = (plan_of(arrays, ctx.num_tokens), ctx.spec, ctx.backend)
-    dx, ds, *adapters = _backward_op(do.contiguous(), *given, ctx.scale, *routed)
+    dx, ds, *adapters = _backward_op(do.contiguous(), *given, ctx.formats, ctx.scale, *routed)
     return (dx, None, None, ds, *adapters)
 
 

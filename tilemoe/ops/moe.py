@@ -94,14 +94,15 @@ def moe(
     return o
 
 
-def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
-    """The tensors, cast to autocast's dtype where it is on, as PyTorch's GEMMs do; fp64 and integers are not cast."""
+def cast_under_autocast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The tensors, cast to autocast's dtype where it is on, as PyTorch's GEMMs do, but no fp64, integers or packed
+    weights."""
     tensors = (x, *rest)
     dtype = autocast_dtype(x.device.type)
     if dtype is None or x.dtype == torch.float64:
         return tensors
     castable = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
+    return tuple(t if not isinstance(t, Tensor) or t.dtype not in castable else t.to(dtype) for t in tensors)
 
 
 def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[int], precision: str = "bf16") -> Backend:

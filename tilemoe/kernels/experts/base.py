@@ -16,8 +16,9 @@ write to columns of a wider tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
 from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
+from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 
@@ -58,11 +60,11 @@ class Backend(ABC):
     # processes in e4m3, with one scale per token.
     precision: ClassVar[str] = "bf16"
     format: ClassVar[Format | None] = None  # what the operands are quantised to; None: they are read as they are
-    # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`. Used with precision "bf16" only.
-    reads_nf4: ClassVar[bool] = False
     # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
     batch_invariance: ClassVar[str] = "not tested"
-    nf4_batch_invariance: ClassVar[str] = "not tested"  # the same for experts in NF4 under adapters
+    # The formats of packed weights, by name, that `up_proj`, `down_proj` and `up_proj_dgrad` take, with precision
+    # "bf16" only; and the batch invariance of frozen experts in each.
+    packed: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @abstractmethod
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
@@ -87,6 +89,11 @@ class Backend(ABC):
             return rows, weight
         return self.format.rows_for(gemm, rows), self.format.weight_for(gemm, weight)
 
+    def whole_scales(self, weight: PackedWeight) -> PackedWeight:
+        """A packed weight as `up_proj`, `down_proj` and `up_proj_dgrad` are to read it, made once for all slices of d:
+        with a scale for each block."""
+        return weight.with_whole_scales()
+
     @abstractmethod
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
@@ -103,7 +110,7 @@ class Backend(ABC):
         self, x: Tensor, w1: WeightOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> Tensor:
         """up_proj's GEMM without the activation: h (R_max, w)."""
-        assert isinstance(w1, Tensor), "where `reads_nf4`, this method is overridden"
+        assert isinstance(w1, Tensor), "where `packed` has formats, this method is overridden"
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
     def quantize_h(self, h: Tensor) -> Operand:

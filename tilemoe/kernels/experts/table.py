@@ -1,6 +1,7 @@
 """Which backend computes a layer's experts, and why: a row for each architecture and precision.
 
-`tilemoe.kernels.choose.choose_experts` takes the first row of a precision that nothing speaks against.
+`tilemoe.kernels.choose.choose_experts` takes the first row of a precision that nothing speaks against. And the formats
+that frozen experts may be stored in.
 
 d hidden_size · n intermediate_size
 """
@@ -8,12 +9,16 @@ d hidden_size · n intermediate_size
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from tilemoe.kernels.experts import selftest
 from tilemoe.kernels.experts.formats import fp8
+from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight, quantize_mxfp4
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4, quantize_nf4_double
+from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_not_of_widths
 from tilemoe.runtime.device import capability_of, why_no_triton
 
@@ -155,4 +160,26 @@ ROWS = (
         fp8.__name__,
         needs_triton=False,
     ),
+)
+
+
+class Storage(NamedTuple):
+    """How frozen experts may be stored in 4 bits. weight: the format. quantize: a weight (E, p, q) of any float dtype
+    but fp64. parts: the names of what is stored, the format's first fields."""
+
+    weight: type[PackedWeight]
+    quantize: Callable[[torch.Tensor], PackedWeight]
+    parts: tuple[str, ...]
+
+
+# What ``storage=`` takes, beside "dense". Which backends read a format: `Backend.packed`.
+STORAGES: MappingProxyType[str, Storage] = MappingProxyType(
+    {
+        "nf4": Storage(Nf4Weight, quantize_nf4, ("codes", "absmax")),
+        "nf4_double": Storage(Nf4Weight, quantize_nf4_double, ("codes", "absmax", "nested")),
+        "mxfp4": Storage(Mxfp4Weight, quantize_mxfp4, ("codes", "exponents")),
+    }
+)
+PACKED: MappingProxyType[str, type[PackedWeight]] = MappingProxyType(
+    {storage.weight.name: storage.weight for storage in STORAGES.values()}
 )

@@ -1,23 +1,29 @@
 """NF4, the 4-bit format of QLoRA (arXiv 2305.14314), in the bytes of bitsandbytes: for weights that stay frozen.
 
-E experts · p, q a weight's last two dimensions, as stored
+E experts · p, q a weight's last two dimensions, as stored · m = p q / 64 scales of an expert
 
 ``value = code * absmax``: each 64 neighbours along q of a weight (E, p, q) share absmax, their largest magnitude, in
 fp32; the code is the nearest of 16, the lower one of a tie. A byte holds two neighbours, the first in its high bits.
 bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes in the same order.
+
+With double quantisation (``compress_statistics=True``, of each expert's matrix) absmax is a byte, too: less the
+expert's mean, and in blocks of 256 as they are stored, it is the nearest of 256 values (`nested_values`) times the
+block's largest magnitude.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.kernels.experts.formats.operand import blocks_of
+from tilemoe.kernels.experts.formats.packed import PackedWeight, codes_of
 
 BLOCK = 64
+NESTED_BLOCK = 256  # scales that share a scale
 # Quantiles of the normal distribution, bitsandbytes' numbers.
 CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -25,63 +31,52 @@ CODES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _SMALLEST_SCALE = 1e-38  # smallest divisor, against division by zero
+_CPU_STEPS = 32767.5  # of a unit, in the table of 65,536 entries by which bitsandbytes finds values on a CPU
 
 
 @dataclass(frozen=True)
-class Nf4Weight:
+class Nf4Weight(PackedWeight):
     """A frozen weight (E, p, q) in NF4: codes (E, p, q / 2) uint8 and absmax (E, p, q / 64) fp32, or a transposed view
-    of both, whose blocks run along p.
+    of both.
 
-    It is indexed and transposed like the tensor that it stands for (along the blocks only by whole blocks), and can be
-    multiplied in any dtype.
+    With double quantisation absmax is uint8, and nested (E, 1 + ceil(m / 256)) fp32: each expert's mean, then the
+    scales of its absmax. It is sliced only by experts then.
     """
 
-    codes: Tensor
+    name = "nf4"
+    block = BLOCK
+    values = CODES
+    high_first = True
+
     absmax: Tensor
-
-    def __post_init__(self) -> None:
-        assert self.codes.dtype == torch.uint8, "two codes a byte"
-        assert self.codes.device == self.absmax.device, "moved together"
-        assert 2 * self.codes.numel() == BLOCK * self.absmax.numel(), "a scale for each whole block"
+    nested: Tensor | None = None
 
     @property
-    def blocked(self) -> int:
-        """The dimension, 1 or 2, along which blocks run."""
-        return 2 if self.codes.shape[1] == self.absmax.shape[1] else 1
+    def scales(self) -> Tensor:
+        return self.absmax
 
-    @property
-    def shape(self) -> torch.Size:
-        experts, p, q = self.codes.shape
-        return torch.Size((experts, p, 2 * q) if self.blocked == 2 else (experts, 2 * p, q))
+    def factors(self) -> Tensor:
+        if self.nested is None:
+            return self.absmax.float()
+        stored = self.absmax if self.blocked == 2 else self.absmax.transpose(1, 2)
+        table = torch.tensor(nested_values(), dtype=torch.float32, device=stored.device)
+        values = _nested_blocks(table[stored.int()].flatten(1))
+        of_blocks = values * self.nested[:, 1:].unsqueeze(-1)
+        found = of_blocks.flatten(1)[:, : stored[0].numel()].add_(self.nested[:, :1]).view(stored.shape)
+        return found if self.blocked == 2 else found.transpose(1, 2)
 
-    def transpose(self, first: int, second: int) -> Nf4Weight:
-        """The last two dimensions exchanged."""
-        assert {first, second} == {1, 2}, "experts stay first"
-        return Nf4Weight(self.codes.transpose(1, 2), self.absmax.transpose(1, 2))
+    def _view(self, codes: Tensor, scales: Tensor) -> Nf4Weight:
+        return Nf4Weight(codes, scales, self.nested)
 
     def __getitem__(self, parts: tuple[slice, ...]) -> Nf4Weight:
         """A slice for each leading dimension."""
-        return Nf4Weight(self.codes[self._scaled(parts, 2)], self.absmax[self._scaled(parts, BLOCK)])
+        if self.nested is None:
+            return super().__getitem__(parts)
+        assert len(parts) == 1, "blocks of scales run over whole experts: with_whole_scales() comes first"
+        return Nf4Weight(self.codes[parts], self.absmax[parts], self.nested[parts])
 
-    def _scaled(self, parts: tuple[slice, ...], values: int) -> tuple[slice, ...]:
-        """``parts``, in units of elements that each hold ``values`` values along the blocks."""
-        if len(parts) <= self.blocked:
-            return parts
-        return (*parts[: self.blocked], blocks_of(parts[self.blocked], values), *parts[self.blocked + 1 :])
-
-    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
-        """An expert's matrix (p, q): codes times scales in fp32, rounded once to ``dtype``."""
-        codes, absmax = self.codes[index], self.absmax[index]
-        if self.blocked == 1:
-            codes, absmax = codes.t(), absmax.t()
-        nibbles = torch.stack((codes >> 4, codes & 15), -1).flatten(-2)
-        table = torch.tensor(CODES, dtype=torch.float32, device=codes.device)
-        values = table[nibbles.int()].unflatten(-1, (-1, BLOCK)) * absmax.float().unsqueeze(-1)
-        matrix = values.flatten(-2).to(dtype)
-        return matrix if self.blocked == 2 else matrix.t()
-
-
-Weight: TypeAlias = Tensor | Nf4Weight
+    def with_whole_scales(self) -> Nf4Weight:
+        return self if self.nested is None else Nf4Weight(self.codes, self.factors())
 
 
 @torch.no_grad()
@@ -91,21 +86,57 @@ def quantize_nf4(weight: Tensor) -> Nf4Weight:
     assert q % BLOCK == 0, "whole blocks in each row"
     codes = torch.empty(experts, p, q // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(experts, p, q // BLOCK, dtype=torch.float32, device=weight.device)
-    table = torch.tensor(CODES, dtype=torch.float32, device=weight.device)
-    middles = (table[:-1] + table[1:]) / 2
+    middles = _middles(CODES, weight.device)
     for matrix, of_codes, of_absmax in zip(weight, codes, absmax, strict=True):
         blocks = matrix.float().unflatten(-1, (-1, BLOCK))
         largest = blocks.abs().amax(-1)
         scaled = blocks * (1.0 / largest.clamp(min=_SMALLEST_SCALE)).unsqueeze(-1)
         nibbles = torch.bucketize(scaled.clamp(-1, 1), middles, out_int32=True).flatten(-2).to(torch.uint8)
-        of_codes.copy_(nibbles[:, ::2] << 4 | nibbles[:, 1::2])
+        of_codes.copy_(codes_of(nibbles, high_first=True))
         of_absmax.copy_(largest)
     return Nf4Weight(codes, absmax)
 
 
-def why_not_nf4(hidden_size: int, intermediate_size: int) -> str | None:
-    """Why experts of these widths cannot be in NF4, naming the width and the fix; None if they can."""
-    for name, width in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-        if width % BLOCK:
-            return f"{name} must be a multiple of {BLOCK}, the block of NF4, got {width}; pad it, or leave NF4 out"
-    return None
+@torch.no_grad()
+def quantize_nf4_double(weight: Tensor) -> Nf4Weight:
+    """``weight`` (E, p, q) as by `quantize_nf4`, its scales quantised, too."""
+    found = quantize_nf4(weight)
+    scales = found.absmax.flatten(1)
+    mean = torch.stack([each.mean() for each in scales]).unsqueeze(1)  # in the order of sums of one matrix
+    blocks = _nested_blocks(scales - mean)
+    largest = blocks.abs().amax(-1)
+    scaled = blocks * (1.0 / largest.clamp(min=_SMALLEST_SCALE)).unsqueeze(-1)
+    if scaled.device.type == "cpu":
+        scaled = ((scaled + 1) * _CPU_STEPS + 0.5).floor() / _CPU_STEPS - 1
+    codes = torch.bucketize(scaled, _middles(nested_values(), scaled.device), out_int32=True).to(torch.uint8)
+    absmax = codes.flatten(1)[:, : scales.shape[1]].reshape(found.absmax.shape)
+    return Nf4Weight(found.codes, absmax, torch.cat((mean, largest), 1))
+
+
+@cache
+def nested_values() -> tuple[float, ...]:
+    """The 256 values of a quantised scale, ascending: bitsandbytes' dynamic map (arXiv 2110.02861), in fp32.
+
+    In each of seven decades of both signs 1, 2, 4, ... 64 values: the middles of as many equal parts; and 0 and 1.
+    """
+    positive: list[float] = []
+    tenth = torch.tensor(0.1).double()
+    for decade in range(7):
+        parts = 2**decade
+        step = ((1 - tenth).float() / parts).double()
+        place = torch.arange(parts + 1, dtype=torch.float64)
+        # From the nearer end, as torch.linspace counts, each bound rounded once.
+        bounds = torch.where(place < (parts + 1) // 2, tenth + step * place, 1 - step * (parts - place)).float()
+        positive += ((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+    return (*[-value for value in reversed(positive)], 0.0, *positive, 1.0)
+
+
+def _middles(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Between neighbours, in fp32."""
+    table = torch.tensor(values, dtype=torch.float32, device=device)
+    return (table[:-1] + table[1:]) / 2
+
+
+def _nested_blocks(scales: Tensor) -> Tensor:
+    """(E, m) as (E, ceil(m / 256), 256), zeros past the last."""
+    return F.pad(scales, (0, -scales.shape[1] % NESTED_BLOCK)).unflatten(1, (-1, NESTED_BLOCK))

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from tilemoe.kernels.experts.formats.packed import PackedWeight, blocks_of
 from tilemoe.plan import RoutingPlan
 
 
@@ -50,34 +51,9 @@ class Operand:
         return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
 
 
-def blocks_of(part: slice, size: int) -> slice:
-    """``part``, in units of blocks of ``size``."""
-    start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
-    return slice(start, stop)
-
-
 def contracted_by(gemm: str) -> int:
     """The dimension, 1 or 2, of a weight (E, p, q) that a GEMM contracts."""
     return 2 if gemm in ("up_proj_act", "down_proj") else 1
-
-
-class PackedWeight(Protocol):
-    """A frozen weight (E, p, q) stored in fewer bits than a GEMM multiplies: what each such format provides.
-
-    It is indexed and transposed like the tensor that it stands for, and can be multiplied in any dtype.
-    """
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def transpose(self, first: int, second: int) -> PackedWeight:
-        """The last two dimensions exchanged."""
-
-    def __getitem__(self, parts: tuple[slice, ...]) -> PackedWeight:
-        """A slice for each leading dimension."""
-
-    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
-        """An expert's matrix (p, q), rounded once to ``dtype``."""
 
 
 GemmOperand: TypeAlias = Tensor | Operand  # rows that a GEMM reads

@@ -14,6 +14,7 @@ portable kernel, which reads unquantised operands.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 import triton
@@ -37,7 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 class HopperBackend(TritonBackend):
     name = "hopper"
     batch_invariance = "yes on an H200, bf16 and fp16"
-    nf4_batch_invariance = "yes on an H100, bf16"
+    packed = MappingProxyType({"nf4": "yes on an H100, bf16", "mxfp4": "not tested on a GPU"})
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         why = super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)

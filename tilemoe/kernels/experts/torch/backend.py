@@ -13,6 +13,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ _AS_GIVEN = "in this precision operands are tensors, and frozen weights may be p
 
 class TorchBackend(Backend):
     name = "torch"
-    reads_nf4 = True
     batch_invariance = "no, PyTorch's matrix products add in an order that depends on the number of rows"
-    nf4_batch_invariance = batch_invariance
+    packed = MappingProxyType({"nf4": batch_invariance, "mxfp4": batch_invariance})
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         if dtype not in FLOAT_DTYPES:

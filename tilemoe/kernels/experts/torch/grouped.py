@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.kernels.experts.formats.operand import PackedWeight
+from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.device import has_fast_gemm
 

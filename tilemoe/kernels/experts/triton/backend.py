@@ -5,7 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -15,9 +15,8 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import empty_weight_grad
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
-from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
+from tilemoe.kernels.experts.triton import bias_grad, gemm_packed, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, why_unsupported
@@ -26,21 +25,17 @@ from tilemoe.kernels.experts.triton.formats.quantize import dequantized_rows, qu
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device, device_of, why_no_triton
-from tilemoe.runtime.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A format of packed weights -> what launches its GEMM over rows.
-_PACKED: MappingProxyType[type, Callable[..., tuple[Launch, Tensor]]] = MappingProxyType(
-    {Nf4Weight: gemm_nf4.nf4_launch}
-)
 _DENSE = "the portable kernels read dense rows, and weights that are dense or packed"
 
 
 class TritonBackend(Backend):
     name = "triton"
-    reads_nf4 = True
     batch_invariance = "yes, in Triton's interpreter and on an H200"
-    nf4_batch_invariance = "yes, in Triton's interpreter and on an H100"
+    packed = MappingProxyType(
+        {"nf4": "yes, in Triton's interpreter and on an H100", "mxfp4": "yes, in Triton's interpreter"}
+    )
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return why_no_triton(device) or _why_unsupported(dtype, *widths)
@@ -234,7 +229,7 @@ def _times_packed(
     if plan.capacity == 0:
         return rows.new_empty(0, weight.shape[2])
     tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-    launch, out = _PACKED[type(weight)](rows, index, weight, bias, plan, tiles, device)
+    launch, out = gemm_packed.packed_launch(rows, index, weight, bias, plan, tiles, device)
     launch.run()
     return out
 

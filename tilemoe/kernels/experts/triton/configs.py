@@ -95,10 +95,10 @@ _TINY = TileConfig(64, 128, 32, 4, 3, slices=2)  # 64 KB
 _FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
 _INTERPRETED = TileConfig(16, 32, 16, 4, 1, slices=2)
 
-# Row GEMMs with a weight in NF4. A stage holds rows and codes; the decoded weight has a single buffer.
-_NF4 = TileConfig(128, 128, 64, 8, 3, slices=2)
-_NF4_FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
-_NF4_INTERPRETED = TileConfig(16, 128, 32, 4, 1, slices=2)
+# Row GEMMs with a weight in 4 bits. A stage holds rows and codes; the decoded weight has a single buffer.
+_PACKED = TileConfig(128, 128, 64, 8, 3, slices=2)
+_PACKED_FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
+_PACKED_INTERPRETED = TileConfig(16, 128, 64, 4, 1, slices=2)
 
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 
@@ -191,12 +191,14 @@ def tile_rows(itemsize: int, device: Device) -> int:
     return _base_tile("down_proj", itemsize, device).block_m
 
 
-def choose_nf4_tile(itemsize: int, device: Device) -> TileConfig:
-    """The tile of a row GEMM with a weight in NF4. Its block_m is `tile_rows`, to share the tile list."""
+def choose_packed_tile(rows_width: int, itemsize: int, device: Device) -> TileConfig:
+    """The tile of a row GEMM with a weight in 4 bits. Its block_m is `tile_rows`, to share the tile list; its block_k
+    divides the contraction's width ``rows_width``, a multiple of 32."""
+    block_k = 32 if itemsize == 4 or rows_width % 64 else 64
     if device.interpreted:
-        return _NF4_INTERPRETED
-    tile = _NF4_FP32 if itemsize == 4 else _NF4
-    tile = replace(tile, block_m=tile_rows(itemsize, device))
+        return replace(_PACKED_INTERPRETED, block_k=block_k)
+    tile = _PACKED_FP32 if itemsize == 4 else _PACKED
+    tile = replace(tile, block_m=tile_rows(itemsize, device), block_k=block_k)
     budget = device.shared_bytes - _BARRIER_BYTES - tile.block_n * tile.block_k * itemsize
     stage = (
         tile.block_m * tile.block_k * itemsize + tile.block_n * tile.block_k // 2 + 4 * (tile.block_n + tile.block_k)
@@ -204,7 +206,7 @@ def choose_nf4_tile(itemsize: int, device: Device) -> TileConfig:
     return replace(tile, num_stages=max(1, min(tile.num_stages, budget // stage)))
 
 
-def nf4_registers(itemsize: int, device: Device) -> int | None:
+def packed_registers(itemsize: int, device: Device) -> int | None:
     """Most registers per thread of that GEMM, so that two CTAs share an SM and one decodes while the other multiplies.
 
     None (no limit, one CTA per SM) where the tensor cores take their operands from registers.

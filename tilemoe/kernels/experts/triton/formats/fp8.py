@@ -29,7 +29,7 @@ def rows_for(gemm: str, rows: GemmOperand) -> Operand:
 
 def weight_for(gemm: str, weight: WeightOperand) -> Operand:
     """w1 or w2 (E, p, q), contiguous along the contraction."""
-    assert isinstance(weight, Tensor | Operand), "weights in NF4 are for precision bf16"
+    assert isinstance(weight, Tensor | Operand), "packed weights are for precision bf16"
     return block_weight(weight) if gemm == "down_proj" else row_weight(weight, contracted_by(gemm))
 
 

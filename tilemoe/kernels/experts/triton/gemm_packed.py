@@ -1,11 +1,11 @@
-"""The row GEMMs with a frozen weight in NF4: ``out_r = rows_r weight_e (+ bias_e)``, the weight decoded tile by tile.
+"""The row GEMMs with a frozen weight in 4 bits: ``out_r = rows_r weight_e (+ bias_e)``, decoded tile by tile.
 
-E experts · R_max static row capacity · BM, BN, BK tile · all widths are multiples of 64, and BK divides 64
+E experts · R_max static row capacity · BM, BN, BK tile · all widths are multiples of the format's block and of BK
 
 Persistent CTAs walk the tile list, column tiles innermost. Each k-block of the weight is decoded in registers just
-before it is multiplied; two CTAs share an SM where they can (`nf4_registers`). Codes are read as int32 words of 8
+before it is multiplied; two CTAs share an SM where they can (`packed_registers`). Codes are read as int32 words of 8
 neighbours, which lie along the contraction in up_proj and down_proj (decoded as (BN, BK), then transposed), along the
-output in down_proj_dgrad and up_proj_dgrad (decoded as (BK, BN)).
+output in down_proj_dgrad and up_proj_dgrad (decoded as (BK, BN)). What is read of a format: `formats.packed`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.experts.formats.nf4 import BLOCK, CODES, Nf4Weight
-from tilemoe.kernels.experts.triton.configs import choose_nf4_tile, nf4_registers
+from tilemoe.kernels.experts.formats.packed import PackedWeight
+from tilemoe.kernels.experts.triton.configs import choose_packed_tile, packed_registers
+from tilemoe.kernels.experts.triton.formats.packed import code_table, decode, factors, scaled
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks, needs_int64
 from tilemoe.kernels.experts.triton.operands import (
     column_slices,
@@ -32,30 +33,30 @@ from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
 _WORD = tl.constexpr(8)  # codes in an int32
-_BLOCK = tl.constexpr(BLOCK)
-_CODES = tl.constexpr(CODES)
 
 
-def nf4_launch(
+def packed_launch(
     rows: Tensor,
     index: Tensor | None,
-    weight: Nf4Weight,
+    weight: PackedWeight,
     bias: Tensor | None,
     plan: RoutingPlan,
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """(launch, out (R_max, q)): rows (R_max, p), or rows[index], times NF4 weight (E, p, q), plus bias (E, q)."""
+    """(launch, out (R_max, q)): rows (R_max, p), or rows[index], times a packed weight (E, p, q), plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
-    tile = choose_nf4_tile(rows.element_size(), device)
+    tile = choose_packed_tile(p, rows.element_size(), device)
     is_blocked_in = weight.blocked == 1
     stored = weight.transpose(1, 2) if is_blocked_in else weight
-    codes, absmax = stored.codes.view(torch.int32), stored.absmax
+    codes, scales = stored.codes.view(torch.int32), stored.scales
     bias_strides = (0, 0) if bias is None else bias.stride()
-    strides = (rows.stride(0), *codes.stride()[:2], *absmax.stride()[:2], *bias_strides)
-    args = (rows, index, codes, absmax, bias, out, *tiles, p, q, *strides)
+    strides = (rows.stride(0), *codes.stride()[:2], *scales.stride()[:2], *bias_strides)
+    args = (rows, index, codes, scales, bias, out, *tiles, p, q, *strides)
     constants = {
+        "FORMAT": weight.name,
+        "BLOCK": weight.block,
         "GATHER": index is not None,
         "HAS_BIAS": bias is not None,
         "BLOCKED_IN": is_blocked_in,
@@ -64,47 +65,18 @@ def nf4_launch(
         "SLICES": tile.slices,
         **blocks(tile),
     }
-    registers = nf4_registers(rows.element_size(), device)
+    registers = packed_registers(rows.element_size(), device)
     grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n), 1 if registers is None else 2)
-    launch = launch_of(gemm_nf4_kernel, grid, args, constants, tile.num_warps, tile.num_stages, registers)
+    launch = launch_of(gemm_packed_kernel, grid, args, constants, tile.num_warps, tile.num_stages, registers)
     return launch, out
 
 
 @triton.jit
-def code_table():
-    """The 16 values of NF4, fp32."""
-    index = tl.arange(0, 16)
-    table = tl.zeros((16,), tl.float32)
-    for code in tl.static_range(16):
-        table = tl.where(index == code, _CODES[code], table)
-    return table
-
-
-@triton.jit
-def decode(words, table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) fp32 code values of int32 words (ROWS, COLUMNS / 8).
-
-    The first of a byte's two codes is its high half. Codes are shifted out, and looked up by a gather of shared memory.
-    """
-    first = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
-    second = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
-    codes = tl.join(first, second) & 15
-    return tl.gather(table, codes.reshape(ROWS * COLUMNS), 0).reshape(ROWS, COLUMNS)
-
-
-@triton.jit
-def scaled(values, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr):
-    """``values`` (ROWS, COLUMNS) times scale (ROWS, COLUMNS / SHARED): SHARED neighbours of a row have one scale."""
-    groups = values.reshape(ROWS, COLUMNS // SHARED, SHARED) * scale[:, :, None]
-    return groups.reshape(ROWS, COLUMNS)
-
-
-@triton.jit
-def gemm_nf4_kernel(
+def gemm_packed_kernel(
     rows,
     index,
     codes,
-    absmax,
+    scales,
     bias,
     out,
     expert_of_tile,
@@ -120,6 +92,8 @@ def gemm_nf4_kernel(
     stride_sline,
     stride_be,
     stride_bout,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCKED_IN: tl.constexpr,
@@ -134,14 +108,16 @@ def gemm_nf4_kernel(
     """``out_r = rows_r weight_e (+ bias_e)``, down_proj and up_proj_dgrad; with GATHER ``rows[index[r]]``, the GEMMs
     of up_proj and down_proj_dgrad.
 
-    codes (E, lines, words) and absmax (E, lines, blocks), both contiguous along their last dimension. With BLOCKED_IN a
+    codes (E, lines, words) and scales (E, lines, blocks), both contiguous along their last dimension. With BLOCKED_IN a
     line is an output column, its blocks along the contraction; else a line is one index of the contraction.
     """
     # ``// m * m`` tells the compiler that these are multiples of m, so that it emits 16-byte loads.
-    width_in, width_out, stride_rows = width_in // _BLOCK * _BLOCK, width_out // _BLOCK * _BLOCK, stride_rows // 8 * 8
-    stride_ce, stride_cline = stride_ce // 8 * 8, stride_cline // 8 * 8
-    SHARED: tl.constexpr = _BLOCK if BLOCK_N > _BLOCK else BLOCK_N  # columns of a tile that share one scale
-    table = code_table()
+    width_in, width_out, stride_rows = width_in // BLOCK * BLOCK, width_out // BLOCK * BLOCK, stride_rows // 8 * 8
+    WORDS: tl.constexpr = BLOCK // _WORD
+    stride_ce, stride_cline = stride_ce // WORDS * WORDS, stride_cline // WORDS * WORDS
+    ALONG: tl.constexpr = BLOCK_K if BLOCKED_IN else BLOCK_N  # elements of a tile's line
+    SHARED: tl.constexpr = BLOCK if ALONG > BLOCK else ALONG  # of them, those that share one scale
+    table = code_table(FORMAT)
     column_tiles = tl.cdiv(width_out, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles
     for number in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -155,30 +131,31 @@ def gemm_nf4_kernel(
         if GATHER:
             line = tl.load(index + line)
         left_pointers = line_pointers(rows, line, stride_rows, tl.arange(0, BLOCK_K), INT64_OFFSETS)
-        code_base, scale_base = codes + expert * stride_ce, absmax + expert * stride_se
+        code_base, scale_base = codes + expert * stride_ce, scales + expert * stride_se
         if BLOCKED_IN:
             column = tl.minimum(col + tl.arange(0, BLOCK_N), width_out - 1)
-            words = tl.arange(0, BLOCK_K // _WORD)
+            words, blocks_in = tl.arange(0, BLOCK_K // _WORD), tl.arange(0, BLOCK_K // SHARED)
             code_pointers = code_base + column[:, None] * stride_cline + words[None, :]
-            scale_pointers = scale_base + column[:, None] * stride_sline
+            scale_pointers = scale_base + column[:, None] * stride_sline + blocks_in[None, :]
         else:
             step = tl.arange(0, BLOCK_K)
             words = col // _WORD + tl.arange(0, BLOCK_N // _WORD)
-            scales = col // _BLOCK + tl.arange(0, BLOCK_N // SHARED)
+            blocks_out = col // BLOCK + tl.arange(0, BLOCK_N // SHARED)
             code_pointers = code_base + step[:, None] * stride_cline + words[None, :]
-            scale_pointers = scale_base + step[:, None] * stride_sline + scales[None, :]
-            of_words, of_scales = (words * _WORD < width_out)[None, :], (scales * _BLOCK < width_out)[None, :]
+            scale_pointers = scale_base + step[:, None] * stride_sline + blocks_out[None, :]
+            of_words, of_scales = (words * _WORD < width_out)[None, :], (blocks_out * BLOCK < width_out)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, width_in, BLOCK_K):
             left = tl.load(left_pointers + k)
             if BLOCKED_IN:
-                values = decode(tl.load(code_pointers + k // _WORD), table, BLOCK_N, BLOCK_K)
-                right = (values * tl.load(scale_pointers + k // _BLOCK)).to(left.dtype).T
+                values = decode(tl.load(code_pointers + k // _WORD), table, FORMAT, BLOCK_N, BLOCK_K)
+                scale = factors(tl.load(scale_pointers + k // BLOCK), FORMAT)
+                right = scaled(values, scale, BLOCK_N, BLOCK_K, SHARED).to(left.dtype).T
             else:
                 tile_words = tl.load(code_pointers + tl.cast(k, tl.int64) * stride_cline, mask=of_words, other=0)
-                scale = tl.load(scale_pointers + tl.cast(k, tl.int64) * stride_sline, mask=of_scales, other=0.0)
-                values = decode(tile_words, table, BLOCK_K, BLOCK_N)
-                right = scaled(values, scale, BLOCK_K, BLOCK_N, SHARED).to(left.dtype)
+                tile_scales = tl.load(scale_pointers + tl.cast(k, tl.int64) * stride_sline, mask=of_scales, other=0)
+                values = decode(tile_words, table, FORMAT, BLOCK_K, BLOCK_N)
+                right = scaled(values, factors(tile_scales, FORMAT), BLOCK_K, BLOCK_N, SHARED).to(left.dtype)
             acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
         if HAS_BIAS:
             acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
