@@ -185,7 +185,11 @@ def test_wrong_numbers_and_other_bits_are_found() -> None:
     assert "AssertionError: not repeatable, run 1: " in str(problem(toy_selftests.NotRepeatable(), CPU))
 
 
-def test_the_self_test_in_its_process_passes_once(cache: Path) -> None:
+def test_the_self_test_in_its_process_passes_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this very package, though another lies in the present folder."""
+    (cache / "tilemoe").mkdir()
+    (cache / "tilemoe" / "__main__.py").write_text("raise SystemExit('another')")
+    monkeypatch.chdir(cache)
     for _ in range(2):
         found = selftest.verdict("toy_selftests:Right", CPU)
         assert (found.why, found.is_kept) == (None, True)
@@ -355,3 +359,12 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     selftests.append(Verdict(None))
     selftest.why_not.cache_clear()
     assert blackwell_backend._device(rows, plan, 64, 32) is not None  # type: ignore[arg-type]
+
+
+def test_a_setting_that_is_none_is_named(
+    blackwell: Callable[[str, tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blackwell("3.9.0", (10, 0))
+    monkeypatch.setenv(selftest.SETTING, "yes")
+    with raises_one_line("TILEMOE_BLACKWELL must be 0, 1 or untested, got 'yes'"):
+        choose_experts(B200, torch.bfloat16)

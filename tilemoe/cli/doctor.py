@@ -24,7 +24,7 @@ class DoctorOptions:
 
     preset: str = "olmoe-1b-7b"  # public model whose layer is examined, by its name or the beginning of it
     tokens: int = 4096  # per call
-    self_test: bool = True  # compute on each device: about eight seconds per GPU, more on a busy host
+    self_test: bool = True  # compute on each device: about eight seconds per GPU, minutes on a B200
     json: bool = False  # print one line of JSON, with the commit and the machine, as in results/*.jsonl
     backend: str | None = None  # self-test this one alone, a name or module:Class, and print its verdict as JSON
     device: str = "cuda"  # for --backend

@@ -18,20 +18,25 @@ from tilemoe.runtime.tracing import warn_once
 from tilemoe.runtime.verdict import Verdict, verdict_of
 
 SETTING = "TILEMOE_BLACKWELL"
-ON, UNTESTED = "1", "untested"  # its values: use the kernels if their self-test passes; use them
+OFF, ON, UNTESTED = "0", "1", "untested"  # its values: no kernels but by name; those that pass their self-test; all
 SECONDS = 600  # for the self-test, most of which compiles
 _SOURCES = Path(__file__).parent
+# As `python -m tilemoe`, without the present folder, in which there may be another package of this name.
+_RUN = "import runpy, sys; sys.path = list(filter(None, sys.path)); runpy.run_module('tilemoe', run_name='__main__')"
 
 
-def is_turned_on() -> bool:
-    """Whether the kernels may be chosen where nobody names them."""
-    return os.environ.get(SETTING) in (ON, UNTESTED)
+def setting() -> str:
+    """One of the three. ValueError: it is another."""
+    value = os.environ.get(SETTING, OFF)
+    if value not in (OFF, ON, UNTESTED):
+        raise ValueError(f"{SETTING} must be {OFF}, {ON} or {UNTESTED}, got {value!r}")
+    return value
 
 
 def say_off(why: str) -> None:
     """Warn once, by one process of a host, that what was asked for does not serve."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        warn_once(f"{SETTING}={os.environ.get(SETTING)}: the Blackwell kernels do not serve, {why}")
+        warn_once(f"{SETTING}={setting()}: the Blackwell kernels do not serve, {why}")
 
 
 @cache  # every call of a kernel asks
@@ -40,7 +45,7 @@ def why_not(backend: str, device: torch.device) -> str | None:
 
     The first call may take as long as the self-test. With TILEMOE_BLACKWELL=untested, and on a CPU, there is none.
     """
-    if device.type != "cuda" or os.environ.get(SETTING) == UNTESTED:
+    if device.type != "cuda" or setting() == UNTESTED:
         return None
     return said_of(verdict(backend, device))
 
@@ -64,9 +69,9 @@ def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:
         if mode != "Default":
             hindrance = f"no second process can open the GPU, whose compute mode is {mode}: nvidia-smi -c DEFAULT"
     test = ["doctor", "--backend", backend, "--device", str(device), "--seconds", str(SECONDS)]
-    environment = {**os.environ, SETTING: UNTESTED, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, SETTING: UNTESTED, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     name = backend.replace(":", "-")
-    return verdict_of(name, key, [sys.executable, "-m", "tilemoe", *test], environment, SECONDS, hindrance, again)
+    return verdict_of(name, key, [sys.executable, "-c", _RUN, *test], environment, SECONDS, hindrance, again)
 
 
 @cache

@@ -77,16 +77,17 @@ def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) ->
     """On another GPU it is what speaks against Hopper's kernels, which the row after this one repeats."""
     if device.type != "cuda" or capability_of(device)[0] != 10:
         return _why_not_hopper(device, dtype, why)
-    no_triton = why_no_triton(device)
-    found = why_not_triton(device, dtype, why)
-    if found is None and not selftest.is_turned_on():
-        return f"the Blackwell kernels never ran: {selftest.SETTING}=1 lets them serve if they pass a self-test"
+    of_gpu, found = why_no_triton(device), why_not_triton(device, dtype, why)
+    if selftest.setting() == selftest.OFF:
+        return (
+            found or f"the Blackwell kernels never ran: {selftest.SETTING}=1 lets them serve if they pass a self-test"
+        )
     if found is None:
         from tilemoe.kernels.experts.blackwell.serves import why_unsupported
 
-        found = no_triton = why_unsupported(device)
-    if no_triton is not None and selftest.is_turned_on():
-        selftest.say_off(no_triton)
+        found = of_gpu = why_unsupported(device)
+    if of_gpu is not None:
+        selftest.say_off(of_gpu)
     return found
 
 
