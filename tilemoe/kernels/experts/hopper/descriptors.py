@@ -11,7 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilemoe.kernels.experts.hopper.configs import BLOCK_K
+from tilemoe.kernels.experts.formats.dense import is_column_major
+from tilemoe.kernels.experts.hopper.configs import ADDED_N, BLOCK_K, EPILOGUE_N
 from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT
 
 
@@ -28,6 +29,14 @@ def weight_descriptor(weight: Tensor, columns: int) -> tuple[TensorDescriptor, b
     if weight.stride(2) == 1:
         return described(weight.transpose(2, 3), [1, parts, columns, BLOCK_K]), True
     return described(weight, [1, parts, BLOCK_K, columns]), False
+
+
+def gradient_descriptor(out: Tensor, rows: int, adds: bool) -> tuple[TensorDescriptor, bool]:
+    """(descriptor of a gradient (E, p, q), p or q contiguous, to store or add slices of ``rows``; is it transposed)."""
+    block = [rows, ADDED_N if adds else EPILOGUE_N]
+    if is_column_major(out):
+        return described(out.transpose(1, 2), [1, *block[::-1]]), True
+    return described(out, [1, *block]), False
 
 
 def ragged_descriptor(rows: Tensor, block: list[int], rows_at: int = 0) -> TensorDescriptor:

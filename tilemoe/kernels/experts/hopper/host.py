@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, scales_of
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.configs import (
-    ADDED_N,
     BLOCK_K,
     EPILOGUE_N,
     WARPGROUP_M,
     TileConfig,
     tile_of,
 )
-from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
+from tilemoe.kernels.experts.hopper.descriptors import (
+    described,
+    gradient_descriptor,
+    ragged_descriptor,
+    weight_descriptor,
+)
 from tilemoe.kernels.experts.hopper.gemm_cooperative import gemm_cooperative_kernel
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import gemm_dgrad_dact_kernel
 from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
@@ -179,7 +182,7 @@ def wgrad_launch(
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
     tile = tile_of(kernel, p)
-    to, transposed = gradient_descriptor(out, adds)
+    to, transposed = gradient_descriptor(out, WARPGROUP_M, adds)
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     args = (*operands, *indices, p, q, by_token.stride(0), ones, sums)
@@ -192,7 +195,7 @@ def fp8_wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, de
     fp32, is accumulated into."""
     tile, width, q = configs.FP8_WGRAD, operands.by_token.shape[0], operands.by_row.shape[0]
     left, right = (data.view(torch.bfloat16) for data in (operands.by_token, operands.by_row))
-    to, transposed = gradient_descriptor(out, adds)
+    to, transposed = gradient_descriptor(out, WARPGROUP_M, adds)
     described_operands = (described(left, [tile.block_m, BLOCK_K]), described(right, [tile.block_n, BLOCK_K]))
     sizes = (plan.num_experts, operands.first, width, q)
     grid = persistent_grid(device, plan.num_experts * ceil_div(width, tile.block_m) * ceil_div(q, tile.block_n))
@@ -242,14 +245,6 @@ def _gathered_stride(rows: Tensor | Operand) -> int | None:
 
 
 # Launches
-
-
-def gradient_descriptor(out: Tensor, adds: bool) -> tuple[Any, bool]:
-    """(descriptor of a gradient (E, p, q), p or q contiguous, to store or add a slice of a tile; is it transposed)."""
-    block = [WARPGROUP_M, ADDED_N] if adds else _EPILOGUE_BLOCK
-    if is_column_major(out):
-        return described(out.transpose(1, 2), [1, *block[::-1]]), True
-    return described(out, [1, *block]), False
 
 
 def hopper_launch(
