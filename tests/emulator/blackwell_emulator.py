@@ -83,6 +83,8 @@ class BlackwellEmulator(Emulator):
             "allocate_tensor_memory": self.allocate_tensor_memory,
             "tcgen05_mma": self.multiply_into,
             "tcgen05_commit": self.commit,
+            "tma_gather": self.gather,
+            "tmem_load": TensorMemory.load,
         }
 
     def run(self, launch: Launch) -> None:

@@ -1,4 +1,5 @@
-"""The Hopper backends on a CPU: their Gluon kernels in the emulator, the Triton kernels beside them in plain PyTorch.
+"""The Hopper and Blackwell backends on a CPU: their Gluon kernels in the emulator, the Triton kernels beside them in
+plain PyTorch.
 
 The emulator's fp16 stands for both 16-bit types.
 """
@@ -11,12 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from blackwell_emulator import BlackwellEmulator
 from fp8_checks import assert_close, assert_gemms_agree
 from gluon_emulator import Edits, Emulator
 from torch import Tensor
 from triton_checks import Case, assert_kernels_agree
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.kernels.experts.blackwell import backend as blackwell_backend
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, LARGEST, ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
@@ -32,6 +35,7 @@ from tilemoe.runtime.launch import Launch, ceil_div
 TOLERANCE = 6e-4  # as on a GPU
 LIMIT = 3e-4  # RMS-relative, of FP8: fp16 rounds by 2.1e-4
 LIMIT_OF_QUANTIZED = 2e-3  # one value of 10 000 that is rounded the other way, by a step, is 7e-4
+EMULATORS = {90: Emulator, 100: BlackwellEmulator}
 OUTPUTS = {
     "up_proj_act_kernel": ("a", "h"),
     "gemm_rows_kernel": ("out",),
@@ -146,11 +150,16 @@ def plan_of(*rows_per_expert: int) -> RoutingPlan:
 
 @contextmanager
 def emulated(
-    ctas: int = 2, seed: int = 0, late: float = 0.9, edits: Edits | None = None, emulator: Emulator | None = None
+    ctas: int = 2,
+    seed: int = 0,
+    late: float = 0.9,
+    edits: Edits | None = None,
+    emulator: Emulator | None = None,
+    capability: int = 90,
 ) -> Iterator[list[Launch]]:
-    """Inside, Hopper's backends compute on the CPU, on ``ctas`` multiprocessors; gives what is launched."""
-    device = Device(90, SHARED_BYTES, ctas)
-    emulator, launches = emulator or Emulator(seed, late, edits), list[Launch]()
+    """Inside, backends of a capability compute on the CPU, on ``ctas`` multiprocessors; gives what is launched."""
+    device, launches = Device(capability, SHARED_BYTES, ctas), list[Launch]()
+    emulator = emulator or EMULATORS[capability](seed, late, edits)
 
     def run(launch: Launch) -> None:
         launches.append(launch)
@@ -160,7 +169,7 @@ def emulated(
             IN_PYTORCH[name_of(launch)](launch.args, launch.constants)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_backend, triton_backend):
+        for module in (blackwell_backend, hopper_backend, triton_backend):
             patch.setattr(module, "device_of", lambda t: device)
         patch.setattr(triton_backend, "small_m", lambda num_rows, num_experts: None)
         patch.setattr(Launch, "run", run)
@@ -197,7 +206,7 @@ def with_outputs(launches: list[Launch]) -> list[Recorded]:
 
 def written(launch: Launch) -> Iterator[tuple[str, Tensor]]:
     for name in OUTPUTS[name_of(launch)]:
-        value = launch.args[name]
+        value = launch.args.get(name)
         if value is not None:
             t = getattr(value, "base", value)  # a descriptor's tensor
             yield name, t if launch.args.get(f"{name}_scale") is None else t.view(torch.float8_e4m3fn)
@@ -205,13 +214,13 @@ def written(launch: Launch) -> Iterator[tuple[str, Tensor]]:
         yield "a_scale", launch.args["a_scale"]
 
 
-def errors_with(edits: Edits, late: float, launch: Launch, expected: dict[str, Tensor]) -> list[str]:
-    """Run a launch once more with faults planted: what is wrong in what it writes. Leaves the tensors as they were."""
+def errors_with(emulator: Emulator, launch: Launch, expected: dict[str, Tensor]) -> list[str]:
+    """Run a launch once more, with planted faults: what is wrong in what it writes. Leaves the tensors as they were."""
     errors = []
     try:
         for _, t in written(launch):
             t.fill_(torch.nan)
-        Emulator(late=late, edits=edits).run(launch)
+        emulator.run(launch)
         for name, t in written(launch):
             actual, exact = t.double(), expected[name].double()
             inside = exact.isfinite()  # rows past the last are unspecified

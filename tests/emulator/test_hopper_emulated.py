@@ -406,11 +406,11 @@ def assert_agree_with_a_fault(edits: Edits, found: list[Recorded]) -> None:
     One CTA, so that buffers are used again; each kernel that the fault is in, alone.
     """
     for late in (0.9, 0.3):
-        errors = [errors_with(edits, late, *each) for each in found]
+        errors = [errors_with(Emulator(late=late, edits=edits), *each) for each in found]
         assert not any(errors), errors
 
 
 def test_without_a_fault_nothing_is_caught(all_wgrads_in_fp8: None) -> None:
     of_layers = recorded("16 bits", SWIGLU, OF_FAULTS) + recorded("fp8", FP8_SWIGLU, OF_FP8_FAULTS)
     for late, found in product((0.9, 0.3), of_layers + recorded_wgrad()):
-        assert not errors_with({}, late, *found)
+        assert not errors_with(Emulator(late=late), *found)

@@ -20,8 +20,8 @@ from tilemoe.kernels.experts.blackwell import configs, host, serves
 from tilemoe.kernels.experts.formats.operand import GemmOperand
 from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend
-from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE
-from tilemoe.kernels.experts.triton.descriptors import aligned_rows, has_aligned_rows
+from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe_rows, has_aligned_rows
 from tilemoe.kernels.experts.triton.host import split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
@@ -47,6 +47,28 @@ class BlackwellBackend(TritonBackend):
         launch, a, h = host.up_proj_act_launch(x, w1, bias, plan, tiles, spec, keep_h, device)
         launch.run()
         return a, h
+
+    def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
+        return False  # gather4 cannot put the columns of ones beside x's that would sum dh
+
+    def _weight_grad(
+        self,
+        kernel: Kernel,
+        by_token: Tensor,
+        by_row: Tensor,
+        out: Tensor,
+        plan: RoutingPlan,
+        adds: bool,
+        sums: Tensor | None = None,
+    ) -> None:
+        device = _device(by_row, plan, by_token.shape[1], by_row.shape[1])
+        if device is None or not (
+            has_aligned_rows(by_token) and can_describe_rows(device, by_row) and describable_weight(out, device)
+        ):
+            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+        else:
+            assert sums is None, "`_sums_beside_grad` says that none are made"
+            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds).run()
 
 
 def _device(rows: Tensor, plan: RoutingPlan, *widths: int) -> Device | None:

@@ -49,6 +49,8 @@ TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "down_proj": _TILE,
         "down_proj_dgrad_dact": TileConfig(256, 3, 72),  # its epilogue has buffers of 80 KB, not of 32
         "up_proj_dgrad": _TILE,
+        "down_proj_wgrad": _TILE,
+        "up_proj_wgrad": _TILE,
     }
 )
 

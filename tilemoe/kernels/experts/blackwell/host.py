@@ -22,8 +22,14 @@ from tilemoe.kernels.experts.blackwell.configs import (
     TileConfig,
 )
 from tilemoe.kernels.experts.blackwell.gemm_gather_act import up_proj_act_kernel
-from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
-from tilemoe.kernels.experts.triton.configs import band_tiles
+from tilemoe.kernels.experts.blackwell.gemm_wgrad import gemm_wgrad_kernel
+from tilemoe.kernels.experts.hopper.descriptors import (
+    described,
+    gradient_descriptor,
+    ragged_descriptor,
+    weight_descriptor,
+)
+from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.descriptors import can_describe
 from tilemoe.kernels.experts.triton.host import act_outputs, gate_up_layout, split_parts
 from tilemoe.kernels.launching import launch_of
@@ -67,6 +73,24 @@ def up_proj_act_launch(
     }
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return blackwell_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
+
+
+def wgrad_launch(
+    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device, adds: bool
+) -> Launch:
+    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q
+    of out is contiguous.
+
+    adds: out, fp32, is accumulated into instead of overwritten.
+    """
+    tile, p, q = TILES[kernel], by_token.shape[1], by_row.shape[1]
+    source, access = gathered(by_token, device)
+    to, transposed = gradient_descriptor(out, BLOCK_M, adds)
+    operands = (source, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
+    args = (*operands, plan.token_of_row, plan.row_start_of_expert, plan.num_experts, p, q, by_token.stride(0))
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, BLOCK_M) * ceil_div(q, tile.block_n))
+    constants = {"TRANSPOSED": transposed, "ADDS": adds, "ACCESS": access}
+    return blackwell_launch(gemm_wgrad_kernel, grid, args, constants, tile)
 
 
 def gathered(source: Tensor, device: Device) -> tuple[Any, str]:
