@@ -2,7 +2,8 @@
 and tcgen05 read it by the async proxy, and a `fence.proxy.async` has to lie in between.
 
 It may lie on either side of the barrier at which the threads meet (PTX ISA, memory consistency model, proxies); what
-cp.async writes is there once its thread has waited for it. All ways through branches and loops are followed.
+cp.async writes is there once its thread has waited for it. All ways through branches and loops are followed. Which
+stores a product reads is not: each counts, but not copies of 4 bytes, of indices and scales that threads read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_WRITE = re.compile(r"cp\.async\.wait_(?:group|all)|(?:st|red|atom)\.(?:\w+\.)*shared|stmatrix")
+from triton_compile import bytes_of_copies
+
+_WAIT = re.compile(r"cp\.async\.wait_(?:group|all)")
+_STORE = re.compile(r"(?:st|red|atom)\.(?:\w+\.)*shared|stmatrix")
 _READ = re.compile(r"wgmma\.mma_async|tcgen05\.(?:mma|cp)\b")
 _FENCE = re.compile(r"fence\.proxy\.async(?:\.shared::cta)?$")
 _BARRIER = re.compile(r"bar(?:rier)?(?:\.cta)?\.sync")
@@ -40,6 +44,7 @@ def mmas_without_fence(ptx: str) -> tuple[int, int]:
     """(how many, of how many) MMAs are reached on some way from a write with no fence, or no barrier, in between."""
     body = instructions_of(ptx)
     assert not [each.opcode for each in body if _UNKNOWN.match(each.opcode)]
+    has_copies = bool(bytes_of_copies(ptx) - {4})
     before: dict[int, int] = {}  # of each instruction that is reached, what is missing there on any way
     reached = [(0, 0)]
     while reached:
@@ -47,14 +52,14 @@ def mmas_without_fence(ptx: str) -> tuple[int, int]:
         if missing | before.get(at, 0) == before.get(at):
             continue
         before[at] = missing | before.get(at, 0)
-        after = _missing_after(body[at], before[at])
+        after = _missing_after(body[at], before[at], has_copies)
         reached += [(successor, after) for successor in _successors(body[at], at)]
     reads = [missing for at, missing in before.items() if _READ.match(body[at].opcode)]
     return sum(missing != 0 for missing in reads), len(reads)
 
 
-def _missing_after(instruction: Instruction, missing: int) -> int:
-    if _WRITE.match(instruction.opcode):
+def _missing_after(instruction: Instruction, missing: int, has_copies: bool) -> int:
+    if _STORE.match(instruction.opcode) or (has_copies and _WAIT.match(instruction.opcode)):
         return _UNFENCED | _UNMET
     if instruction.is_predicated:  # then not all threads do it
         return missing

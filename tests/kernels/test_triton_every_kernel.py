@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,9 +150,9 @@ STACK_OF_LAYOUT = {
     ("down_proj_dgrad_dact", 90, "interleaved, transposed, bias"): 88,
     ("down_proj_dgrad_dact", 90, "clamped, interleaved, transposed, bias"): 120,
     ("down_proj_dgrad_dact", 90, "ungated, transposed, bias"): 24,
-    ("up_proj_act", 100, "interleaved, transposed, bias"): 160,
-    ("down_proj_dgrad_dact", 100, "plain"): 152,
-    ("down_proj_dgrad_dact", 100, "transposed"): 152,
+    ("up_proj_act", 100, "interleaved, transposed, bias"): 248,
+    ("down_proj_dgrad_dact", 100, "plain"): 216,
+    ("down_proj_dgrad_dact", 100, "transposed"): 216,
     ("down_proj_dgrad_dact", 100, "interleaved, transposed, bias"): 128,
     ("down_proj", 120, "transposed"): 32,
 }
@@ -165,12 +166,18 @@ if not triton.__version__.startswith("3.6."):  # Triton 3.9; the same since thes
         ("down_proj_dgrad_dact", 90, "transposed"): 40,
         ("down_proj_dgrad_dact", 90, "interleaved, transposed, bias"): 104,
         ("down_proj_dgrad_dact", 90, "ungated, transposed, bias"): 88,
-        ("up_proj_act", 100, "interleaved, transposed, bias"): 272,
-        ("down_proj_dgrad_dact", 100, "plain"): 168,
-        ("down_proj_dgrad_dact", 100, "transposed"): 168,
+        ("up_proj_act", 100, "interleaved, transposed, bias"): 264,
+        ("down_proj_dgrad_dact", 100, "plain"): 256,
+        ("down_proj_dgrad_dact", 100, "transposed"): 248,
     }
 # Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
 BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
+
+
+def assert_fits_tensor_memory(compiled: Any) -> None:
+    """Of 512 columns; what asks for more, Triton 3.9 compiles to a trap."""
+    assert compiled.metadata.tmem_size <= 512
+    assert "trap;" not in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("name", "cell", "capability"), LAYOUTS)
@@ -181,13 +188,16 @@ def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
     ptx = compiled.asm["ptx"]
     assert MATRIX_UNIT[capability] in ptx
     assert bool(re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx)) == device.has_tma, "the weight"
-    copies = name in ("up_proj_act", "down_proj_dgrad_dact") or not device.has_tma
+    is_gathered = name in ("up_proj_act", "down_proj_dgrad_dact")
+    assert ("tile::gather4" in ptx) == (is_gathered and device.gathers)
+    copies = not device.has_tma or (is_gathered and not device.gathers)
     assert bytes_of_copies(ptx) == ({16} if copies else set())
     most = BIAS_LOADS.get((name, capability, cell), 3) if bias else 0
     assert count_loads_of_two_bytes(ptx) <= most, "by element: a bias, never a weight"
     assert compiled.metadata.shared <= device.shared_bytes
     most = STACK_OF_LAYOUT.get((name, capability, cell), 8 if capability == 120 else 0)
     assert stack_bytes(compiled, tmp_path) <= most
+    assert_fits_tensor_memory(compiled)
 
 
 # Spill loads of up_proj_wgrad that gives db1, too, by capability.
@@ -221,17 +231,20 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
     assert MATRIX_UNIT[capability] in ptx
     assert compiled.metadata.shared <= device.shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= (SPILLS_WITH_SUMS.get(capability, 0) if sums else 0)
-    if capability != GATHERED_BY_REGISTER:
+    assert_fits_tensor_memory(compiled)
+    by_tma = device.gathers and not sums
+    assert ("tile::gather4" in ptx) == by_tma
+    if capability != GATHERED_BY_REGISTER and not by_tma:
         assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"
-    if sums:
+    if sums and not device.gathers:
         alone = compile_launch(mlp.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds), capability)
         copies, copies_alone = (each.asm["ptx"].count("cp.async.cg.shared.global") for each in (compiled, alone))
         assert copies == copies_alone
         assert bytes_of_copies(ptx) == bytes_of_copies(alone.asm["ptx"])
-    elif device.has_tma:
+    elif device.has_tma and not sums:
         assert re.search(rf"cp\.{'reduce.' if adds else ''}async\.bulk\.tensor\.3d\.global", ptx)
         assert "st.global" not in ptx
-    else:
+    elif not sums:
         assert set(re.findall(r"\bst\.global\S*", ptx)) == {"st.global.v4.b32"}
         assert not adds or len(re.findall(r"\bld\.global\.v4\.b32", ptx)) >= len(re.findall(r"\bst\.global", ptx))
 

@@ -32,6 +32,11 @@ class Device:
     def has_tma(self) -> bool:
         return self.capability >= 90
 
+    @property
+    def gathers(self) -> bool:
+        """Whether TMA gathers rows, for matrix units that read what it writes."""
+        return self.capability // 10 == 10
+
 
 _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
 

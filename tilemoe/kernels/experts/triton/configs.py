@@ -78,9 +78,10 @@ _HOPPER: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "up_proj_wgrad": TileConfig(128, 256, 64, 8, 6),
     }
 )
-_LARGE: MappingProxyType[Kernel, TileConfig] = MappingProxyType(  # B200: also 227 KB
+_LARGE: MappingProxyType[str, TileConfig] = MappingProxyType(  # B200: also 227 KB; two accumulators fill tensor memory
     {
-        "up_proj_act": TileConfig(128, 256, 64, 8, 4, slices=2),
+        "up_proj_act": TileConfig(128, 256, 64, 8, 3, slices=2, flatten=True),
+        "up_proj_act interleaved": TileConfig(128, 256, 64, 8, 4, slices=4),  # flattened it spills more
         "down_proj": TileConfig(128, 256, 64, 8, 3, flatten=True),
         "up_proj_dgrad": TileConfig(128, 256, 64, 8, 3, flatten=True),
         "down_proj_dgrad_dact": TileConfig(128, 256, 64, 8, 3, slices=4),
@@ -140,7 +141,7 @@ def choose_tile(
     the gathered and of the contiguous operand.
     ``gate_up``: the layout of gate and up in h, None where the kernel has no h or the activation no gate.
     """
-    tile = _base_tile(kernel, itemsize, device)
+    tile = _base_tile(kernel, itemsize, device, gate_up)
     return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes, gate_up)
 
 
@@ -268,13 +269,13 @@ def _parts(kernel: Kernel, gate_up: str | None) -> int:
     return 2 if kernel == "up_proj_act" and gate_up is not None else 1
 
 
-def _base_tile(kernel: Kernel, itemsize: int, device: Limits) -> TileConfig:
+def _base_tile(kernel: Kernel, itemsize: int, device: Limits, gate_up: str | None = None) -> TileConfig:
     if device.interpreted:
         return _INTERPRETED
     if itemsize == 4:
         return _FP32
     if device.shared_bytes >= _LARGE_BYTES:
-        return (_HOPPER if device.capability == 90 else _LARGE)[kernel]
+        return _HOPPER[kernel] if device.capability == 90 else _LARGE.get(f"{kernel} {gate_up}", _LARGE[kernel])
     if device.shared_bytes >= _MEDIUM_BYTES:
         return _MEDIUM
     if device.shared_bytes < _SMALL_BYTES:

@@ -67,6 +67,12 @@ def weight_argument(weight: Tensor, device: Device, block_in: int, block_out: in
     return weight, "by pointer", strides
 
 
+def gathered_argument(rows: Tensor, columns: int, device: Device) -> tuple[Any, bool]:
+    """(a matrix as an operand whose rows are gathered, ``columns`` at a time; whether by TMA)."""
+    by_tma = device.gathers and can_describe(rows, device)
+    return TensorDescriptor.from_tensor(rows, [1, columns]) if by_tma else rows, by_tma
+
+
 def rows_argument(rows: Tensor, block: list[int], use_tma: bool) -> Any:
     """A matrix as an operand whose tiles may run past an expert's end, into the next expert's rows."""
     return TensorDescriptor.from_tensor(rows, block) if use_tma else rows

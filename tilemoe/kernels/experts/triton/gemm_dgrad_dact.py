@@ -4,7 +4,7 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · P pairs
 parts = 2 gated, 1 ungated · BM, BN, BK tile
 
-Persistent CTAs walk the tile list, column tiles innermost; do is gathered by pointer. The epilogue, by slices of
+Persistent CTAs walk the tile list, column tiles innermost, and gather do. The epilogue, by slices of
 columns, loads h and writes dh and a_scaled. A row's ``<da', a>`` is a sum over n columns: each tile writes its partial
 sum to ``partial`` (column tiles, R_max), and a second kernel sums those in a fixed order, without atomics.
 """
@@ -58,6 +58,7 @@ def gemm_dgrad_dact_kernel(
     PRECISE: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GATHER_BY_TMA: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     USE_TMA: tl.constexpr,
     WEIGHT_ACCESS: tl.constexpr,
@@ -89,10 +90,11 @@ def gemm_dgrad_dact_kernel(
         # Clamped: rows past the expert's end repeat its last one, and are not stored.
         line = tl.minimum(rows, end - 1)
         token = tl.load(token_of_row + line)
-        do_pointers = line_pointers(do, token, stride_do, tl.arange(0, BLOCK_K), INT64_OFFSETS)
+        if not GATHER_BY_TMA:
+            do_pointers = line_pointers(do, token, stride_do, tl.arange(0, BLOCK_K), INT64_OFFSETS)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, d, BLOCK_K):
-            left = load_pointers(do_pointers, k, d, EVEN_K, BLOCK_K)
+            left = do.gather(token, k) if GATHER_BY_TMA else load_pointers(do_pointers, k, d, EVEN_K, BLOCK_K)
             right = load_weight(
                 weight, expert, k, col, d, n, stride_we, 0, stride_win, stride_wout,
                 1, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,

@@ -125,6 +125,7 @@ def up_proj_act_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KEEP_H: tl.constexpr,
+    GATHER_BY_TMA: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     USE_TMA: tl.constexpr,
     WEIGHT_ACCESS: tl.constexpr,
@@ -138,7 +139,7 @@ def up_proj_act_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """up_proj: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered by pointer, a (R_max, n).
+    """up_proj: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered, a (R_max, n).
 
     Weight (E, 2, d, n) and h (R_max, 2, n) where gate and up are concatenated: then they are the halves of a tile. Else
     (E, 1, d, w) and (R_max, w): interleaved columns are split in registers. h is not written unless KEEP_H.
@@ -158,10 +159,11 @@ def up_proj_act_kernel(
         end = tl.load(end_of_tile + tile)
         # Clamped: rows past the expert's end repeat its last one, and are not stored.
         token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
-        x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), INT64_OFFSETS)
+        if not GATHER_BY_TMA:
+            x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), INT64_OFFSETS)
         acc = tl.zeros((BLOCK_M, PARTS * WIDTH), dtype=tl.float32)
         for k in range(0, d, BLOCK_K):
-            left = load_pointers(x_pointers, k, d, EVEN_K, BLOCK_K)
+            left = x.gather(token, k) if GATHER_BY_TMA else load_pointers(x_pointers, k, d, EVEN_K, BLOCK_K)
             right = load_weight(
                 weight, expert, k, col, d, width_out, stride_we, stride_wpart, stride_win, stride_wout,
                 PARTS, WEIGHT_ACCESS, EVEN_K, BLOCK_K, WIDTH,

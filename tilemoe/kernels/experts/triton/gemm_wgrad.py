@@ -37,6 +37,7 @@ def gemm_wgrad_kernel(
     sums,
     TRANSPOSED: tl.constexpr,
     ADDS: tl.constexpr,
+    GATHER_BY_TMA: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_M: tl.constexpr,
@@ -71,10 +72,13 @@ def gemm_wgrad_kernel(
             rows = k + tl.arange(0, BLOCK_K)
             # Clamped instead of masked: past the end by_row is loaded as 0.
             token = tl.load(token_of_row + tl.minimum(rows, end - 1))
-            pointers = line_pointers(by_token, token, stride_token, along, INT64_OFFSETS)
-            if sums is not None:
-                pointers = tl.where((along < p)[None, :], pointers, ones + (along - p)[None, :])
-            left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < width)[None, :], other=0.0)
+            if GATHER_BY_TMA:
+                left = by_token.gather(token, first)
+            else:
+                pointers = line_pointers(by_token, token, stride_token, along, INT64_OFFSETS)
+                if sums is not None:
+                    pointers = tl.where((along < p)[None, :], pointers, ones + (along - p)[None, :])
+                left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < width)[None, :], other=0.0)
             if USE_TMA:
                 right = load_ragged(by_row, end, k, col, BLOCK_K, BLOCK_N)
             else:

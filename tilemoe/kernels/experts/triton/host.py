@@ -25,6 +25,7 @@ from tilemoe.kernels.experts.triton.configs import (
 from tilemoe.kernels.experts.triton.descriptors import (
     can_describe,
     can_describe_rows,
+    gathered_argument,
     ragged_argument,
     rows_argument,
     weight_argument,
@@ -90,15 +91,17 @@ def up_proj_act_launch(
     # tma_stores False: faster beside a weight that comes by TMA; with weights by pointer it was not measured.
     stores_by_tma = tile.tma_stores or access.endswith("by pointer")
     use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
+    left, by_tma = gathered_argument(x, tile.block_k, device)
     bias_strides = (0, 0, 0) if b1 is None else split_parts(b1, spec).stride()
     to_a = ragged_argument(a, [tile.block_m, tile.block_n // tile.slices], use_tma)
     to_h = _h_argument(h, spec, tile, use_tma) if keep_h else None
-    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles)
+    operands = (left, right, b1, to_a, to_h, plan.token_of_row, *tiles)
     args = (*operands, d, n, x.stride(0), *strides, *bias_strides, spec.limit, spec.alpha)
     constants = {
         **activation_constants(spec, x.dtype),
         "HAS_BIAS": b1 is not None,
         "KEEP_H": keep_h,
+        "GATHER_BY_TMA": by_tma,
         "INT64_OFFSETS": needs_int64(x),
         "BAND": band_tiles("up_proj_act", column_tiles, d),
         **_row_gemm_constants(tile, x.dtype, use_tma, access, d),
@@ -129,12 +132,14 @@ def dgrad_dact_launch(
     right, access, (stride_we, _, stride_win, stride_wout) = weight_argument(
         w2.unsqueeze(1), device, tile.block_k, tile.block_n
     )
+    left, by_tma = gathered_argument(do, tile.block_k, device)
     to_dh = _h_argument(dh, spec, tile, use_tma)
     to_a = ragged_argument(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma)
-    operands = (do, right, h, s, to_dh, to_a, partial, plan.token_of_row, plan.pair_of_row, *tiles)
+    operands = (left, right, h, s, to_dh, to_a, partial, plan.token_of_row, plan.pair_of_row, *tiles)
     scalars = (plan.capacity, d, n, do.stride(0), stride_we, stride_win, stride_wout, spec.limit, spec.alpha)
     constants = {
         **activation_constants(spec, do.dtype),
+        "GATHER_BY_TMA": by_tma,
         "INT64_OFFSETS": needs_int64(do),
         "LOAD_AHEAD": tile.load_ahead,
         "BAND": band_tiles("down_proj_dgrad_dact", column_tiles, d),
@@ -183,12 +188,14 @@ def wgrad_launch(
     wider = out.element_size() > by_row.element_size() and tile.block_n >= 2 * tile.slices * MIN_BLOCK
     slices = min(2 * tile.slices, 4) if wider else tile.slices
     columns = tile.block_n // slices
+    left, by_tma = (by_token, False) if ones is not None else gathered_argument(by_token, tile.block_m, device)
     right = ragged_argument(by_row, [tile.block_k, tile.block_n], use_tma)
     to = rows_argument(out, [1, columns, tile.block_m] if transposed else [1, tile.block_m, columns], use_tma)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     constants = {
         "TRANSPOSED": transposed,
         "ADDS": adds,
+        "GATHER_BY_TMA": by_tma,
         "INT64_OFFSETS": needs_int64(by_token),
         "USE_TMA": use_tma,
         "EVEN_M": width % tile.block_m == 0,
@@ -197,7 +204,7 @@ def wgrad_launch(
         **blocks(tile),
     }
     grid = persistent_grid(device, plan.num_experts * ceil_div(width, tile.block_m) * ceil_div(q, tile.block_n))
-    args = (by_token, right, to, *indices, p, q, by_token.stride(0), ones, sums)
+    args = (left, right, to, *indices, p, q, by_token.stride(0), ones, sums)
     return launch_of(gemm_wgrad_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
 
 
