@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import triton
-from compiled_rows import BF16, ROWS, few_row_gemms, kernels_of, layer_launches, name_of
+from compiled_rows import BF16, ROWS, WIDTHS_OF_PACKED, few_row_gemms, kernels_of, layer_launches, name_of
 from ptx_fences import mmas_without_fence
 from torch.torch_version import TorchVersion
 from triton_compile import NVIDIA, compile_launches, make_operands, row_gemm_launch
@@ -35,7 +35,8 @@ def launches_with_products(capability: int) -> Iterator[tuple[str, Launch]]:
     """(name, launch), each kernel and layout that a GPU would run."""
     device = NVIDIA[capability]
     launches = layer_launches(device, BF16)
-    for row in ("nf4 torch.bfloat16", "bias gradients qwen3", "router's dx 128 torch.float16"):
+    packed = [f"packed {storage} torch.bfloat16" for storage in WIDTHS_OF_PACKED]
+    for row in (*packed, "bias gradients qwen3", "router's dx 128 torch.float16"):
         launches += ROWS[row].launches(device)
     for tokens in (1, 60):
         launches += few_row_gemms(tokens, device)
