@@ -117,6 +117,21 @@ def test_confirm_writes_one_file_with_the_self_test_and_the_times(
     assert "sonic-moe is left out: not importable" in capsys.readouterr().out
 
 
+def test_confirm_runs_the_tests_of_a_checkout(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their row is in the file to send, and what was there before is not."""
+    record.append("gpu_tests", [{"passed": 1}])
+    script = tmp_path / "benchmarks" / "record_tests.py"
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    confirm.run_tests("blackwell")
+    assert record.rows("confirm") == []
+    script.parent.mkdir()
+    script.write_text(
+        "import sys; from tilemoe.bench import record; record.append('gpu_tests', [{'asked': sys.argv[1:]}])"
+    )
+    confirm.run_tests("blackwell")
+    assert [row["asked"] for row in record.rows("confirm")] == [["gpu", "-k", "blackwell"]]
+
+
 @pytest.mark.parametrize("what", ["layer", "kernels", "step"])
 def test_without_a_gpu_the_default_is_small_and_says_so_as_it_goes(
     what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,7 +6,11 @@ timed; all of it goes to results/confirm.jsonl, a file to send.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -18,6 +22,7 @@ from tilemoe.runtime.device import nvidia_smi
 from tilemoe.shape import MoEShape
 
 FILE = "confirm"
+TEST_SECONDS = 3600
 
 
 def confirm(settings: timing.Settings, shapes: Mapping[str, MoEShape], seconds: float) -> None:
@@ -31,5 +36,21 @@ def confirm(settings: timing.Settings, shapes: Mapping[str, MoEShape], seconds: 
     capability = ".".join(map(str, torch.cuda.get_device_capability())) if is_gpu else None
     row = {"kernels": backend, "passed": found.why is None, **asdict(found)}
     record.append(FILE, [{**row, "capability": capability, "driver": nvidia_smi("driver_version", "compute_mode")}])
+    if found.why is None and is_gpu:
+        run_tests(backend)
     peers = [peer for peer in settings.peers if found.why is None or peer != f"tilemoe[{backend}]"]
     run.each_case(FILE, shapes, partial(layer.layer, replace(settings, peers=peers)), layer.describe, seconds)
+
+
+def run_tests(backend: str) -> None:
+    """In a checkout, its GPU tests that have the backend's name, too. Elsewhere there are none."""
+    script = record.ROOT / "benchmarks" / "record_tests.py"
+    if not script.exists():
+        return
+    command, known = [sys.executable, str(script), "gpu", "-k", backend], len(record.rows("gpu_tests"))
+    print(f"the checkout's GPU tests of {backend}", flush=True)
+    with suppress(subprocess.TimeoutExpired):
+        environment = {**os.environ, "TILEMOE_RESULTS": str(record.RESULTS)}
+        subprocess.run(command, env=environment, timeout=TEST_SECONDS, check=False)
+    found = record.rows("gpu_tests")[known:]
+    record.append(FILE, found or [{"unfinished": f"{' '.join(command)} recorded nothing in {TEST_SECONDS} s"}])
