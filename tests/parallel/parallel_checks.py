@@ -410,8 +410,8 @@ def check_from_meta() -> None:
     """Weights are a function of the generator, whatever the mesh; inference works, also by incremental decoding."""
     device = device_of_rank()
     one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
-    one.reset_parameters(torch.Generator(device).manual_seed(7))
-    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator(device).manual_seed(7))
+    one.reset_parameters(torch.Generator().manual_seed(7))
+    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator().manual_seed(7))
     for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(whole(got), want), name
     assert_equal(list(many.buffers()), list(one.buffers()))
@@ -454,8 +454,8 @@ def check_adapters_from_meta() -> None:
     one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
     for model in (one, many):
         add_lora(model, 3, 6.0, modules=(EXPERTS, ATTENTION))
-    one.reset_parameters(torch.Generator(device).manual_seed(7))
-    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator(device).manual_seed(7))
+    one.reset_parameters(torch.Generator().manual_seed(7))
+    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator().manual_seed(7))
     for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(whole(got), want), name
         assert got.requires_grad == want.requires_grad, name

@@ -93,6 +93,8 @@ def make(kind: str, config: ParallelConfig | None, seed: int = 5) -> Training:
     if config is not None:
         meshes = build_meshes(config, model_config, "cpu")
         parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(seed))
+    elif kind == "adapters":
+        model.reset_parameters(torch.Generator().manual_seed(seed))
     if kind == "adapters":
         load_initial(model, run_dir() / "base")
     return model, make_optimizer(model, optim)

@@ -19,6 +19,7 @@ from tilemoe.kernels.choose import choose_document_attention, choose_lm
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.lora_linear import LoRALinear
 from tilemoe.layers.norm import RMSNorm
+from tilemoe.runtime.random import normal_
 
 
 class LayerCache:
@@ -165,7 +166,7 @@ class Attention(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            nn.init.normal_(linear.weight, 0.0, self.initializer_range, generator=generator)
+            normal_(linear.weight, self.initializer_range, generator)
             if isinstance(linear, LoRALinear):
                 linear.reset_adapters(generator)
         for norm in (self.q_norm, self.k_norm):

@@ -18,6 +18,7 @@ from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.ops.moe import backend_for, check_options, moe
 from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory
 
 
@@ -57,7 +58,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for weight in (self.w1, self.w2):
-            nn.init.normal_(weight, 0.0, self.cfg.initializer_range, generator=generator)
+            normal_(weight, self.cfg.initializer_range, generator)
         for bias in (self.b1, self.b2):
             if bias is not None:
                 nn.init.zeros_(bias)

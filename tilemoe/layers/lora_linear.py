@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilemoe.runtime.random import uniform_
+
 
 class LoRALinear(nn.Linear):
     """The linear map ``base``, frozen, whose weight (o, i) becomes ``weight + alpha/r lora_b lora_a``.
@@ -55,8 +57,7 @@ class LoRALinear(nn.Linear):
 
 def reset_pair(a: Tensor, b: Tensor, generator: torch.Generator | None) -> None:
     """Initialise a (..., r, i) uniformly with variance 1 / (3 i), as torch.nn.Linear, and b (..., o, r) to zero."""
-    bound = a.shape[-1] ** -0.5
-    nn.init.uniform_(a, -bound, bound, generator=generator)
+    uniform_(a, a.shape[-1] ** -0.5, generator)
     nn.init.zeros_(b)
 
 

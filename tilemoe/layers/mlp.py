@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.dense import row_blocks
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
+from tilemoe.runtime.random import normal_
 
 
 class _Activation(torch.autograd.Function):
@@ -76,7 +77,7 @@ class MLP(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for weight in (self.w1, self.w2):
-            nn.init.normal_(weight, 0.0, self.initializer_range, generator=generator)
+            normal_(weight, self.initializer_range, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(activate(F.linear(x, self.w1), self.spec), self.w2)

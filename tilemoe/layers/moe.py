@@ -22,6 +22,7 @@ from tilemoe.layers.mlp import MLP
 from tilemoe.layers.router import Router, RouterOutput, checked_output
 from tilemoe.routing.balance import check_group, update_selection_bias
 from tilemoe.routing.topk import Routing, checked_mask, route
+from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_tensor, require_tensors
 
 
@@ -137,7 +138,7 @@ class MoE(nn.Module):
             )
         if cfg.shared_gate:
             self.shared_gate = nn.Linear(cfg.hidden_size, 1, bias=False, device=device, dtype=dtype)
-            nn.init.normal_(self.shared_gate.weight, 0.0, cfg.initializer_range)
+            normal_(self.shared_gate.weight, cfg.initializer_range)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """A deep copy that shares ``group``: a process group cannot be copied."""
@@ -163,7 +164,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             self.shared.reset_parameters(generator)
         if self.shared_gate is not None:
-            nn.init.normal_(self.shared_gate.weight, 0.0, self.cfg.initializer_range, generator=generator)
+            normal_(self.shared_gate.weight, self.cfg.initializer_range, generator)
 
     def forward(
         self,

@@ -18,6 +18,7 @@ from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops import router as ops
 from tilemoe.routing.topk import Routing
 from tilemoe.runtime.operator import refuse_transforms
+from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory, require_tensors
 from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
@@ -166,7 +167,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.weight, 0.0, self.initializer_range, generator=generator)
+        normal_(self.weight, self.initializer_range, generator)
         for bias in (self.bias, self.selection_bias):
             if bias is not None:
                 nn.init.zeros_(bias)

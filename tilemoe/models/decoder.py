@@ -31,6 +31,7 @@ from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.routing.topk import aux_loss_of_layers, checked_mask, router_entropy
 from tilemoe.runtime.operator import refuse_transforms
+from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import can_be_read
 
@@ -216,7 +217,8 @@ class DecoderLM(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw every matrix from normal(0, initializer_range); norms become 1, biases 0.
 
-        With a generator, which must be on the parameters' device, the weights depend on its state alone.
+        The weights depend on the generator's state alone (None: that of the CPU's default one), on no device and no
+        sharding (`tilemoe.runtime.random`).
         """
         self.reset_embeddings(generator)
         for block in self._blocks():
@@ -227,7 +229,7 @@ class DecoderLM(nn.Module):
         """Draw the embedding table, and the head if it is a matrix of its own; `reset_parameters` draws these first."""
         tables = [self.embed.weight] if self.head is None else [self.embed.weight, self.head.weight]
         for table in tables:
-            nn.init.normal_(table, 0.0, self.config.initializer_range, generator=generator)
+            normal_(table, self.config.initializer_range, generator)
 
     def forward(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from tilemoe.checks import require_choice, require_type
 from tilemoe.dispatch.choose import Transports
@@ -23,9 +22,9 @@ def parallelize(
 ) -> None:
     """Shard ``model`` over the processes of ``meshes``, in place, as ``meshes.config`` says.
 
-    A model on the meta device is materialised on ``device`` one block at a time; each block is sharded before the next
-    one exists. Its weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Any other model
-    must hold the same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
+    A model on the meta device is materialised on ``device`` when it is sharded, each process drawing its own part: its
+    weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Any other model must hold the
+    same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
 
     Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
     ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
@@ -54,29 +53,16 @@ def parallelize(
     config = meshes.config
     is_meta = model.embed.weight.is_meta
     assert not is_meta or device is not None, "a model on the meta device needs a device to be brought to"
-    if is_meta:
-        for module in (model.embed, model.head):
-            _materialise(module, device)
-        model.reset_embeddings(generator)
     model.set_checkpointing(config.checkpointing)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     transports = None
     if meshes.experts is not None:
         transports = Transports(meshes.experts.get_group(EXPERT), config.exchange, config.keep_received)
     for block in blocks:
-        if is_meta:
-            _materialise(block, device)
-            block.reset_parameters(generator)
         if compile_backend is not None:
             block.compiled_by = compile_backend
         shard_block(block, meshes, transports, is_last=block is blocks[-1])
-    if is_meta:
-        _materialise(model.norm, device)
-        model.norm.reset_parameters()
     shard_rest(model, meshes)
-
-
-def _materialise(module: nn.Module | None, device: torch.device | str | None) -> None:
-    if module is not None:
-        assert device is not None
-        module.to_empty(device=device)
+    if is_meta:
+        model.to_empty(device=device)
+        model.reset_parameters(generator)

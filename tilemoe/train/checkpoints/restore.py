@@ -46,21 +46,18 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
     return torch.device("cuda", job.local_rank)
 
 
-def make_decoder(
-    recipe: Recipe, *, device: torch.device | str | None = None, recompute: str | None = None
-) -> DecoderLM:
+def make_decoder(recipe: Recipe, *, device: torch.device | str = "cpu", recompute: str | None = None) -> DecoderLM:
     """The recipe's model, with its adapters if it has them, and ``requires_grad`` set only on what trains.
 
-    The values of its weights are unspecified. ``recompute``: see `DecoderLM`.
+    Its weights are memory as it was found. ``recompute``: see `DecoderLM`.
     """
-    model, lora = DecoderLM(recipe.model, device=device, recompute=recompute), recipe.lora
-    if lora is None:
-        return model
-    add_lora(model, lora.rank, lora.alpha, modules=lora.modules)
-    for module in model.modules():
-        if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
-            module.requires_grad_(True)
-    return model
+    model, lora = DecoderLM(recipe.model, device="meta", recompute=recompute), recipe.lora
+    if lora is not None:
+        add_lora(model, lora.rank, lora.alpha, modules=lora.modules)
+        for module in model.modules():
+            if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
+                module.requires_grad_(True)
+    return model.to_empty(device=device)
 
 
 def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) -> None:
@@ -73,11 +70,10 @@ def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) 
 
 
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
-    """The recipe's model with its initial weights: drawn on the CPU, so the same on every device."""
-    model = make_decoder(recipe, recompute=recipe.train.recompute)
+    """The recipe's model with its initial weights, the same on every device."""
+    model = make_decoder(recipe, device=device, recompute=recipe.train.recompute)
     set_dense_precision(model, recipe, device)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
-    model.to(device)
     model.set_checkpointing(recipe.parallel.checkpointing)
     backend = compile_backend(recipe)
     if backend is not None:
@@ -93,13 +89,13 @@ def compile_backend(recipe: Recipe) -> str | None:
 def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM:
     """The model of `build_model`, with the same weights, sharded over the job's processes by ``recipe.parallel``.
 
-    Only one block at a time is unsharded, in host memory. All processes must call it.
+    No process ever holds more than its part. All of them must call it.
     """
     model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute)
     set_dense_precision(model, recipe, device)
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
     generator = torch.Generator().manual_seed(recipe.train.seed)
-    parallelize(model, meshes, device="cpu", generator=generator, compile_backend=compile_backend(recipe))
+    parallelize(model, meshes, device=device, generator=generator, compile_backend=compile_backend(recipe))
     return model
 
 
@@ -146,9 +142,9 @@ def _restore(path: Path, device_name: str) -> Restored:
     checkpoint = resolve_checkpoint(path)
     checkpoint.require_bytes()
     device = select_device(device_name)
-    model = make_decoder(checkpoint.state.recipe)
+    model = make_decoder(checkpoint.state.recipe, device=device)
     checkpoint.load_model(model)
-    model.to(device).eval()
+    model.eval()
     tokenizer = load_tokenizer(checkpoint.tokenizer_spec)
     if checkpoint.state.recipe.data.format == "chat":
         tokenizer.chat_template = tokenizer.chat_template or PLAIN

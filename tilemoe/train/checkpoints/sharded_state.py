@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tilemoe.runtime.random import local_part
 from tilemoe.train.adamw8bit import BLOCK
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors, split_name
 
@@ -158,7 +158,6 @@ def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
 
 def copy_part(target: DTensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
     """Fill this process' part of ``target`` with what ``read`` gives of the whole tensor."""
-    sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if 0 not in sizes:
-        part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        target.to_local().copy_(read(part))
+    local, starts = local_part(target)
+    if local.numel():
+        local.copy_(read(tuple(slice(start, start + size) for start, size in zip(starts, local.shape, strict=True))))
