@@ -210,6 +210,19 @@ def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
     assert re.search(r"^tokens/day, billions( +-){4}$", out, flags=re.M)
 
 
+def test_adapters_on_experts_in_4_bit(run: Run) -> None:
+    arguments = ("--preset", "gpt-oss-20b", "--train", "--lora", 8, "--seq-len", 2048, "--optim", "adamw8bit")
+    train = as_json(run, *arguments)["train"]
+    assert [setup["experts"] for setup in train["setups"]] == ["nf4", "nf4_double", "mxfp4", "dense"]
+    assert [setup["micro_batch_of_card"]["24"] > 0 for setup in train["setups"]] == [True, True, True, False]
+    (only,) = as_json(run, *arguments, "--experts", "mxfp4")["train"]["setups"]
+    assert only == train["setups"][2]
+    table = run("plan", *arguments)[1].split("training: ")[1]
+    assert table.startswith("92 M of adapters of rank 8 on 20.91 B parameters, in sequences of 2048\n")
+    batches = [str(setup["micro_batch_of_card"]["16"] or "none") for setup in train["setups"]]
+    assert re.search(rf"^on 16 GiB +{' +'.join(batches)}$", table, flags=re.M)
+
+
 def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
     assert "--checkpoint nowhere: no such folder" in fails("plan", "--checkpoint", "nowhere")
     assert f"{tmp_path}: no model can be read from it; give a run" in fails("plan", "--checkpoint", tmp_path)
@@ -253,6 +266,10 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--train", "--gpus", -8), "--gpus must be >= 1"),
         (("--train", "--expert-parallel", 7), "--expert-parallel must divide the 64 experts"),
         (("--train", "--gpus", 12, "--expert-parallel", 8), "and the GPUs, got 8"),
+        (("--lora", 8), "--lora is for a whole model in training; give --train, too"),
+        (("--train", "--lora", 0), "--lora must be >= 1"),
+        (("--train", "--experts", "nf4"), "--experts is for adapters on a whole model; give --train --lora RANK, too"),
+        (("--train", "--lora", 8, "--gpus", 2), "--gpus is not for --lora, which plans the memory of one GPU"),
         (("--train", "--tokens-per-day", "nan"), "--tokens-per-day must be above 0"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tilemoe import plots
 from tilemoe.checks import expand_user, shown
 from tilemoe.cli.parsing import parse
-from tilemoe.cli.plan_tables import layer_lines, other_lines, training_lines
+from tilemoe.cli.plan_tables import adapter_lines, layer_lines, other_lines, training_lines
 from tilemoe.config import MoEConfig, Save, require_save
 from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
@@ -20,11 +20,13 @@ from tilemoe.models.hf_config import layer_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 from tilemoe.models.sizes import ModelSizes, sizes_of
+from tilemoe.perf.adapters import BITS, tuning_plan
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
 from tilemoe.perf.training import training_plan
 from tilemoe.shape import MoEShape
 from tilemoe.train.checkpoints.names import read_recipe
+from tilemoe.train.config import Storage
 
 _PRESET = "olmoe-1b-7b"
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
@@ -56,6 +58,9 @@ class PlanOptions:
     checkpointing: Literal["cheapest", "none", "attention", "block"] = "cheapest"
     """of --train: what is recomputed, like the trainer's --parallel.checkpointing; cheapest: the cheapest that fits"""
     tokens_per_day: float | None = None  # of --train: also show how many GPUs this takes
+    lora: int | None = None  # of --train: plan one GPU that trains adapters of this rank instead of all weights
+    experts: Storage | None = None  # of --lora: how frozen experts are stored; default: each way
+    optim: Literal["adamw", "adamw8bit"] = "adamw"  # of --lora
     json: bool = False  # print JSON
     plot: Path | None = None  # draw the steps' times beside their rooflines: .png, .svg or .pdf
 
@@ -85,7 +90,8 @@ def run(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(plan, indent=2, allow_nan=False))
     else:
-        of_training = ["", *training_lines(plan["train"])] if options.train else []
+        lines_of = training_lines if options.lora is None else adapter_lines
+        of_training = ["", *lines_of(plan["train"])] if options.train else []
         print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ()), *of_training]))
     if options.train and not any(setup["micro_batch"] for setup in plan["train"]["setups"]):
         raise ValueError(f"--train: {source.name} does not fit; raise --gpus, lower --seq-len, or choose another --gpu")
@@ -163,10 +169,16 @@ def _experts(name: str, model: ModelSizes) -> MoEConfig:
 
 def _check(options: PlanOptions) -> None:
     """ValueError: an option of --train is invalid, or given without it."""
-    for name in ("seq_len", "mfu", "gpus", "expert_parallel", "checkpointing", "tokens_per_day"):
+    for name in ("seq_len", "mfu", "gpus", "expert_parallel", "checkpointing", "tokens_per_day", "lora"):
         if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
-    for name in ("seq_len", "gpus", "expert_parallel"):
+    for name in ("experts", "optim"):
+        if getattr(options, name) != getattr(PlanOptions, name) and options.lora is None:
+            raise ValueError(f"--{name} is for adapters on a whole model; give --train --lora RANK, too")
+    for name in ("mfu", "gpus", "expert_parallel", "tokens_per_day"):
+        if getattr(options, name) is not None and options.lora is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is not for --lora, which plans the memory of one GPU")
+    for name in ("seq_len", "gpus", "expert_parallel", "lora"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < _MOST:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1 and below 2**31, got {shown(value)}")
@@ -185,13 +197,16 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
         )
     if overridden:
         raise ValueError(f"--train plans {source.name} as it is; leave out {', '.join(overridden)}")
+    seq_len = options.seq_len or min(_SEQ_LEN, source.model.max_seq_len)
+    mode = None if options.checkpointing == "cheapest" else options.checkpointing
+    if options.lora is not None:
+        storages = BITS if options.experts is None else (options.experts,)
+        return tuning_plan(source.model, gpu, seq_len, options.lora, tuple(storages), options.optim, mode)
     experts, gpus = source.layer.num_experts, options.gpus
     shared = options.expert_parallel or math.gcd(_SHARED, experts, gpus or 0)
     if experts % shared or (gpus or 0) % shared:
         raise ValueError(f"--expert-parallel must divide the {experts} experts and the GPUs, got {shared}")
-    seq_len = options.seq_len or min(_SEQ_LEN, source.model.max_seq_len)
     moe = replace(source.layer, save=options.save or source.layer.save)
     model = replace(source.model, moe=moe)
     mfu = _MFU if options.mfu is None else options.mfu
-    mode = None if options.checkpointing == "cheapest" else options.checkpointing
     return training_plan(model, gpu, seq_len, mfu, gpus, shared, options.tokens_per_day, mode)

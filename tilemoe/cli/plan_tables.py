@@ -142,6 +142,27 @@ def training_lines(train: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def adapter_lines(tuning: Mapping[str, Any]) -> list[str]:
+    """The model, and a column of memory for each way to store the frozen experts."""
+    setups: Sequence[Mapping[str, Any]] = tuning["setups"]
+    of_which = f"{tuning['trained'] / 1e6:,.0f} M of adapters of rank {tuning['rank']}"
+    return [
+        f"training: {of_which} on {tuning['parameters'] / 1e9:.2f} B parameters, in sequences of {tuning['seq_len']}",
+        f"on one GPU, {tuning['optimizer']}; recomputed: the trainer's --parallel.checkpointing",
+        f"assumed: {100 * tuning['usable']:g}% of {tuning['memory_bytes'] / 1e9:g} GB usable, 95% of a card",
+        "",
+        _row("experts", [setup["experts"] for setup in setups]),
+        _row("recomputed", [setup["checkpointing"] for setup in setups]),
+        _row("largest micro-batch", [str(setup["micro_batch"] or "none fits") for setup in setups]),
+        *(_row(f"{part}, GB", [_gb(setup["memory"][part]) for setup in setups]) for part in setups[0]["memory"]),
+        _row("all, GB", [_gb(sum(setup["memory"].values())) for setup in setups]),
+        *(
+            _row(f"on {card} GiB", [str(setup["micro_batch_of_card"][card] or "none") for setup in setups])
+            for card in setups[0]["micro_batch_of_card"]
+        ),
+    ]
+
+
 def _row(label: str, cells: Iterable[str]) -> str:
     return f"{label:22}" + "".join(f"{cell:>13}" for cell in cells)
 

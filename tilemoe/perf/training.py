@@ -88,7 +88,9 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
         "AdamW": 2 * _FP32 * share,
         "copies": copies,
         "activations": kept_bytes(setup, tokens),
-        "working": max(_repeated_bytes(setup, tokens), LOSS_CHUNK_BYTES + _FP32 * head),
+        "working": max(
+            repeated_bytes(setup, tokens, _moe_working_bytes(setup, tokens)), LOSS_CHUNK_BYTES + _FP32 * head
+        ),
     }
 
 
@@ -190,13 +192,13 @@ def kept_bytes(setup: Setup, tokens: int) -> int:
     return kept + sum(count * _mixer_bytes(mixer, tokens) for count, mixer in model.mixers)
 
 
-def _repeated_bytes(setup: Setup, tokens: int) -> int:
-    """The most at once in a block's backward beside what all blocks keep: its own, of its experts, of what it repeats.
+def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
+    """The most at once in a block's backward beside what all blocks keep: its own, of its experts (``working``), of
+    what it repeats.
 
     Repeated attention is there after the experts' backward; in a repeated block, before it. How h is kept changes
     nothing there: what is kept of it and what the backward has beside that add up to the same.
     """
-    working = _moe_working_bytes(setup, tokens)
     mixer = max(_mixer_bytes(mixer, tokens) for _, mixer in setup.sizes.mixers)
     if setup.checkpointing == "none":
         return working

@@ -18,6 +18,7 @@ from tilemoe.checks import expand_user, require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 from tilemoe.files import default_cache_dir, read_bytes
 
+Storage = Literal["dense", "nf4", "nf4_double", "mxfp4"]  # of the frozen experts under adapters
 _FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
 _MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as it is told to
 

@@ -1,0 +1,119 @@
+"""The planner's memory of adapters: weights counted in the trainer's models, tensors that the operator keeps alive."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.layers.lora import add_lora
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.preset_sizes import SIZES_PRESETS
+from tilemoe.ops import lora
+from tilemoe.perf import adapters
+from tilemoe.perf.adapters import CARDS, Tuning, adapter_parameters, largest_micro_batch, memory_parts, tuning_plan
+from tilemoe.perf.hardware import GPUS
+from tilemoe.routing.build import plan_topk
+from tilemoe.shape import MoEShape
+
+H200 = GPUS["H200"]
+MOE = MoEConfig(128, 64, 8, 2, shared_intermediate_size=96)
+CONFIG = ModelConfig(64, 128, 3, num_heads=8, num_kv_heads=4, head_dim=16, max_seq_len=64, moe=MOE)
+
+
+class Alive(TorchBackend):
+    """Counts the bytes alive at once, of the tensors of ``rows`` rows and ``outputs`` that kernels read and make."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.most, self.known = rows, 0, set[int]()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def enter(self, *tensors: Any) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.shape[0] == self.rows:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+
+
+def watched(name: str) -> Any:
+    def run(self: Alive, *args: Any) -> Any:
+        result = getattr(TorchBackend, name)(self, *args)
+        self.enter(*args, *(result if isinstance(result, tuple) else (result,)))
+        return result
+
+    return run
+
+
+for _name in ("up_proj", "down_proj", "up_proj_dgrad", "combine", "combine_grad", "up_proj_wgrad", "down_proj_wgrad"):
+    setattr(Alive, _name, watched(_name))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank"),
+    [(MoEShape(50, 256, 64, 8, 2), 8), (MoEShape(50, 64, 256, 8, 2), 8), (MoEShape(50, 64, 64, 8, 2), 64)],
+)
+def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole buffers of fp32 scores are counted beside, which no kernel is given."""
+    tokens, d, n, w, experts = shape.num_tokens, shape.hidden_size, shape.intermediate_size, shape.width, 8
+    plan = plan_topk(torch.rand(tokens, experts).topk(2).indices, experts)
+    rows, spec = plan.capacity, activation_spec("swiglu")
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size).bfloat16()
+
+    x, do, s = drawn(tokens, d), drawn(tokens, d), torch.rand(rows)
+    weights = (drawn(experts, w, d), drawn(experts, d, n))
+    low_rank = (drawn(experts, rank, d), drawn(experts, w, rank), drawn(experts, rank, n), drawn(experts, d, rank))
+    backend = Alive(rows)
+    grads = lora._activation_grads
+
+    def noted(*args: Any) -> Any:
+        backend.enter(*(found := grads(*args)), args[1])
+        return found
+
+    monkeypatch.setattr(lora, "_activation_grads", noted)
+    _, h, u = lora._run(x, *weights, s, *low_rank, None, None, None, None, 2.0, plan, spec, backend)
+    forward = backend.most - h.nbytes - u.nbytes
+    backend.known, backend.alive, backend.most = {t.untyped_storage()._cdata for t in (h, u, s)}, {}, 0
+    lora._run_grad(do, x, *weights, s, *low_rank, None, None, None, h, u, 2.0, plan, spec, backend)
+    beside = x.nbytes + 4 * 4 * rows
+    assert max(forward, backend.most) == pytest.approx(adapters.working_bytes(shape, rank) - beside, rel=0.02)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, dense_intermediate_size=192, dense_layers=(1,))])
+def test_weights_and_adapters_are_those_of_the_trainer_s_model(config: ModelConfig) -> None:
+    model = DecoderLM(config)
+    trained = sum(adapter.numel() for adapter in add_lora(model, 4, 8.0, modules=("experts", "attention")))
+    tuning = Tuning(config, H200, 4, "dense", "adamw", 64)
+    assert adapter_parameters(tuning) == trained
+    parts = memory_parts(tuning, 1)
+    assert parts["experts"] + parts["frozen rest"] == 4 * (sum(p.numel() for p in model.parameters()) - trained)
+    assert (parts["adapters"], parts["gradients"], parts["optimiser"]) == (4 * trained, 4 * trained, 8 * trained)
+
+
+def test_a_30b_in_4_bit_fits_a_card_that_bf16_does_not() -> None:
+    plan = tuning_plan(SIZES_PRESETS["qwen3-30b-a3b"], H200, 4096, 8, ("dense", "nf4", "nf4_double"), "adamw8bit")
+    dense, nf4, double = plan["setups"]
+    assert plan["trained"] == 48 * 8 * (128 * (2 * 2048 + 3 * 768) + 4 * 2048 + 2 * (32 + 4) * 128)
+    assert dense["micro_batch_of_card"]["80"] == 0 < nf4["micro_batch_of_card"]["48"]
+    assert 0.9 < double["memory"]["experts"] / (29e9 * 0.5159) < 1.1
+    assert double["memory"]["experts"] < nf4["memory"]["experts"] < dense["memory"]["experts"] / 7
+    for row in (dense, nf4, double):
+        found = [row["micro_batch_of_card"][str(card)] for card in CARDS]
+        assert found == sorted(found)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    tuning = Tuning(SIZES_PRESETS["olmoe-1b-7b"], H200, 16, "nf4", "adamw", 4096, "block")
+    most = largest_micro_batch(tuning, 22e9)
+    assert most > 1
+    assert sum(memory_parts(tuning, most).values()) <= 22e9 < sum(memory_parts(tuning, most + 1).values())

@@ -1,0 +1,174 @@
+"""Memory of fine-tuning with low-rank adapters on one GPU: by part, and the largest micro-batch that a card holds.
+
+T tokens of a micro-batch · d model width · n intermediate_size · w = 2n gated, n not · E experts · K experts per token
+R = T K rows · r rank
+
+As `tilemoe train --lora.rank r` does it: adapters in fp32 on the routed experts and the four projections of attention.
+With experts in 4 bit the frozen rest is in bf16, and so is the residual stream; else weights are in fp32, and each has
+a bf16 copy until its backward.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
+from tilemoe.kernels.experts.memory import backward_slices, forward_slices
+from tilemoe.kernels.experts.slicing import widest
+from tilemoe.models.flops import count_parameters
+from tilemoe.models.sizes import ModelSizes, sizes_of
+from tilemoe.perf import training
+from tilemoe.perf.hardware import Gpu
+from tilemoe.shape import MoEShape
+
+CARDS = (16, 24, 48, 80)  # GiB of memory
+CARD_BYTES = 0.95 * 2**30  # of each GiB that a card is sold with: the rest is the driver's
+# Bits of a frozen expert's value: its own, and its share of its block's scale.
+BITS = {"nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32, "dense": 32.0}
+MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # of a parameter: two moments
+_BF16, _FP32 = 2, 4
+_MOST_SEQUENCES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Adapters of one rank on a model with routed experts, in sequences of ``seq_len`` tokens."""
+
+    model: ModelConfig | ModelSizes
+    gpu: Gpu
+    rank: int
+    experts: str  # of `BITS`
+    optimizer: str  # of `MOMENT_BYTES`
+    seq_len: int
+    checkpointing: Checkpointing = "none"
+
+    @property
+    def moe(self) -> MoEConfig:
+        moe = sizes_of(self.model).moe
+        assert moe is not None, "adapters are planned for models with experts"
+        return moe
+
+    @property
+    def setup(self) -> training.Setup:
+        """What it shares with training in full: the blocks' activations."""
+        wrapped = self.experts != "dense"
+        settings = {"wrapped": wrapped, "checkpointing": self.checkpointing}
+        return training.Setup(self.model, self.gpu, 1, 1, self.seq_len, **settings)  # type: ignore[arg-type]
+
+
+def adapter_parameters(tuning: Tuning) -> int:
+    """Of experts ``r (d + w) + r (n + d)`` each; of attention ``r`` times each projection's inputs and outputs."""
+    sizes, moe = sizes_of(tuning.model), tuning.moe
+    d = sizes.hidden_size
+    of_experts = moe.num_experts * (2 * d + moe.up_rows + moe.intermediate_size)
+    of_mixers = sum(count * (4 * d + mixer.matrices // d) for count, mixer in sizes.mixers)
+    return tuning.rank * (_moe_layers(sizes) * of_experts + of_mixers)
+
+
+def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
+    """Bytes by part, at the peak of a step with micro-batches of ``sequences``."""
+    sizes, moe, tokens = sizes_of(tuning.model), tuning.moe, sequences * tuning.seq_len
+    of_experts = moe.num_experts * (moe.up_rows + moe.intermediate_size) * sizes.hidden_size
+    experts, trained = _moe_layers(sizes) * of_experts, adapter_parameters(tuning)
+    rest = count_parameters(sizes) - experts
+    is_dense = tuning.experts == "dense"
+    copies = 0
+    if is_dense:
+        copies = _BF16 * (rest + of_experts if tuning.checkpointing == "block" else rest + experts)
+    return {
+        "experts": math.ceil(experts * BITS[tuning.experts] / 8),
+        "frozen rest": (_FP32 if is_dense else _BF16) * rest,
+        "adapters": _FP32 * trained,
+        "gradients": _FP32 * trained,
+        "optimiser": math.ceil(MOMENT_BYTES[tuning.optimizer] * trained),
+        "copies": copies,
+        "activations": training.kept_bytes(tuning.setup, tokens) + _kept_products(tuning, tokens),
+        "working": max(_working_bytes(tuning, tokens), training.LOSS_CHUNK_BYTES),
+    }
+
+
+def largest_micro_batch(tuning: Tuning, usable_bytes: float) -> int:
+    """The most sequences of a micro-batch that fit; 0: not even one."""
+
+    def is_over(sequences: int) -> bool:
+        return sum(memory_parts(tuning, sequences).values()) > usable_bytes
+
+    return bisect_left(range(1, _MOST_SEQUENCES), True, key=is_over)
+
+
+def working_bytes(shape: MoEShape, rank: int) -> int:
+    """The most at once of `tilemoe.ops.lora.moe_lora` beside what it saves (h, u): of its forward and its backward."""
+    element, rows, w, n = shape.element_bytes, shape.num_rows, shape.width, shape.intermediate_size
+    o = element * shape.num_tokens * shape.hidden_size
+    forward = max(w, n + rank, n + rank + 2 * widest(forward_slices(shape)))
+    backward = max(2 * n + rank, 2 * n + w + rank, w + n + 3 * rank, w + 2 * rank + 2 * widest(backward_slices(shape)))
+    return o + element * rows * max(forward, backward) + _FP32 * 4 * rows
+
+
+def _kept_products(tuning: Tuning, tokens: int) -> int:
+    """What adapters keep in a block that is not repeated: u (R, r), and of a projection its input's product (T, r)."""
+    if tuning.checkpointing == "block":
+        return 0
+    sizes = sizes_of(tuning.model)
+    attention = 0 if tuning.checkpointing == "attention" else 4 * sizes.num_layers
+    return _BF16 * tuning.rank * tokens * (_moe_layers(sizes) * tuning.moe.num_experts_per_tok + attention)
+
+
+def _working_bytes(tuning: Tuning, tokens: int) -> int:
+    moe = tuning.moe
+    shape = MoEShape(
+        tokens,
+        moe.hidden_size,
+        moe.intermediate_size,
+        moe.num_experts,
+        moe.num_experts_per_tok,
+        is_gated=moe.is_gated,
+    )
+    working = working_bytes(shape, tuning.rank)
+    return training.repeated_bytes(tuning.setup, tokens, working + _BF16 * tuning.rank * shape.num_rows)
+
+
+def _moe_layers(sizes: ModelSizes) -> int:
+    return sizes.num_layers - sizes.num_dense_layers
+
+
+def tuning_plan(
+    model: ModelConfig | ModelSizes,
+    gpu: Gpu,
+    seq_len: int,
+    rank: int,
+    storages: Sequence[str],
+    optimizer: str,
+    checkpointing: Checkpointing | None = None,
+) -> dict[str, Any]:
+    """Each storage of the experts, as plain values. checkpointing None: the cheapest with which a sequence fits."""
+    modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
+    usable, rows = training.USABLE * gpu.memory_gb * 1e9, []
+    for experts in storages:
+        tries = [Tuning(model, gpu, rank, experts, optimizer, seq_len, mode) for mode in modes]
+        tuning = next((each for each in tries if largest_micro_batch(each, usable)), tries[-1])
+        batch = largest_micro_batch(tuning, usable)
+        of_card = {str(card): max(largest_micro_batch(each, CARD_BYTES * card) for each in tries) for card in CARDS}
+        rows.append(
+            {
+                "experts": experts,
+                "checkpointing": tuning.checkpointing,
+                "micro_batch": batch,
+                "memory": memory_parts(tuning, max(1, batch)),
+                "micro_batch_of_card": of_card,
+            }
+        )
+    return {
+        "parameters": count_parameters(model),
+        "trained": adapter_parameters(tries[0]),
+        "rank": rank,
+        "optimizer": optimizer,
+        "seq_len": seq_len,
+        "memory_bytes": gpu.memory_gb * 10**9,
+        "usable": training.USABLE,
+        "setups": rows,
+    }
