@@ -125,11 +125,13 @@ def test_confirm_runs_the_tests_of_a_checkout(results: Path, tmp_path: Path, mon
     confirm.run_tests("blackwell")
     assert record.rows("confirm") == []
     script.parent.mkdir()
-    script.write_text(
-        "import sys; from tilemoe.bench import record; record.append('gpu_tests', [{'asked': sys.argv[1:]}])"
-    )
-    confirm.run_tests("blackwell")
-    assert [row["asked"] for row in record.rows("confirm")] == [["gpu", "-k", "blackwell"]]
+    code = "import sys; from tilemoe.bench import record; record.append('gpu_tests', [{'asked': sys.argv[1:]}])"
+    for text in (code, ""):
+        script.write_text(text)
+        confirm.run_tests("blackwell")
+    row, nothing = record.rows("confirm")
+    assert row["asked"] == ["gpu", "-k", "blackwell"]
+    assert "recorded nothing" in nothing["unfinished"]
 
 
 @pytest.mark.parametrize("what", ["layer", "kernels", "step"])

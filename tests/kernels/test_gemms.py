@@ -78,14 +78,16 @@ class Venue(NamedTuple):
 
 # How operands are read, and by which compute capability.
 ACCESSES = {"pointer": 0, "descriptor": 90, "gather by descriptor": 100}
-VENUES = tuple(ACCESSES) if INTERPRETED else ("triton", "hopper")
+VENUES = tuple(ACCESSES) if INTERPRETED else ("triton", "hopper", "blackwell")
+MAJOR = {"hopper": 9, "blackwell": 10}  # of the compute capability that they are for
 
 
 @pytest.fixture(params=VENUES)
 def venue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Venue:
     if not INTERPRETED:
-        if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("these kernels are for compute capability 9.0")
+        major = torch.cuda.get_device_capability()[0]
+        if MAJOR.get(request.param, major) != major:
+            pytest.skip(f"these kernels are for compute capability {MAJOR[request.param]}.x")
         return Venue(backend_named(request.param), CASES[request.param])
     device = Device(ACCESSES[request.param], shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
     monkeypatch.setattr(triton_backend, "device_of", lambda t: device)

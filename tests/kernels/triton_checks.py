@@ -81,6 +81,7 @@ CASES = {
         Case(FP16, "relu2", hidden_size=128, intermediate_size=512),
     ),
 }
+CASES["blackwell"] = CASES["hopper"]
 SMALL_CASES = (
     CASES["interpreted"]
     if INTERPRETED
