@@ -1,4 +1,4 @@
-"""What the processes of a job check of transformers' experts in 4 bit under FSDP2, with PEFT's adapters."""
+"""What the processes of a job check of transformers' experts in 4 bit that they share, with PEFT's adapters."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hf_models import VOCAB
 from test_hf_quantized import adapted, wide
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import quantize_experts
 from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
 from tilemoe.ops.lora import moe_lora
+from tilemoe.parallel import expert_parallel
 from tilemoe.testing import assert_equal
 
 
@@ -95,4 +97,22 @@ def check_fsdp_of_transposed_weights() -> None:
     _check_fsdp("gpt_oss")
 
 
-CHECKS = [check_fsdp, check_fsdp_of_transposed_weights, check_mixed_precision_casts_no_scale]
+def check_expert_parallel() -> None:
+    """Each process has its own experts' bits, and the adapters' gradients are one process' of all sequences."""
+    ids = torch.randint(3, VOCAB, (2 * dist.get_world_size(), 9), generator=torch.Generator().manual_seed(0))
+    alone, model = model_of("qwen3_moe"), model_of("qwen3_moe")
+    expert_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",)))
+    divided = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    assert [type(each.to_local()) for each in divided] == [QuantizedWeight] * 4
+    loss_of(alone, ids).backward()
+    loss_of(model, ids.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert sum(".experts." in name for name in grads) == 8
+    for name, grad in grads.items():
+        assert grad is not None
+        dist.all_reduce(grad)
+        want = alone.get_parameter(name).grad
+        torch.testing.assert_close(grad / dist.get_world_size(), want, rtol=1e-4, atol=1e-6)
+
+
+CHECKS = [check_expert_parallel, check_fsdp, check_fsdp_of_transposed_weights, check_mixed_precision_casts_no_scale]

@@ -77,7 +77,8 @@ class QuantizedWeight(Tensor):
         """What FSDP2 gathers along the experts: the tensors as they are stored, whatever mixed precision says."""
         if outer_size[0] % mesh.size():
             raise ValueError(f"{outer_size[0]} experts in 4 bit cannot be shared evenly by {mesh.size()} processes")
-        return tuple(t if t.is_contiguous() else t.mT for t in self.tensors()), None
+        tensors = tuple(t if t.is_contiguous() else t.mT for t in self.tensors())
+        return tensors if mesh.size() > 1 else tensors[:1], None  # alone FSDP2 looks at no more than one
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -85,6 +86,8 @@ class QuantizedWeight(Tensor):
         """The whole weight, of views of what was gathered, which FSDP2 frees and fills again."""
         if out is not None:
             return None
+        if len(gathered) < len(self.tensors()):  # this process is alone
+            return QuantizedWeight(self.stored, param_dtype), ()
         pairs = zip(gathered, self.tensors(), strict=True)
         whole = [t if t.shape[1:] == shard.shape[1:] else t.mT for t, shard in pairs]
         return QuantizedWeight(type(self.stored)(*whole), param_dtype), ()
@@ -121,7 +124,8 @@ class QuantizedWeight(Tensor):
 
 
 def _experts(weight: QuantizedWeight, dim: int, start: int, stop: int) -> QuantizedWeight:
-    assert dim == 0, "blocks run over rows and columns; whole experts are shared"
+    if dim != 0:
+        raise ValueError("experts in 4 bit are shared whole: take a number of processes that divides theirs")
     return weight.mapped(lambda t: t[start:stop])
 
 

@@ -236,7 +236,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
             raise ValueError(
                 f"{name_of(module)} has {name} in 4 bit, which cannot be trained; call {name}.requires_grad_(False)"
             )
-        return tensor
+        return with_adapters(module, name, tensor)
     # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
         why = "quantised weights are not computed"

@@ -1,4 +1,4 @@
-"""Experts in 4 bit, with adapters of PEFT, sharded by FSDP2 over two processes."""
+"""Experts in 4 bit, with adapters of PEFT, shared by two processes."""
 
 from typing import Any
 
