@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,11 +19,14 @@ from typing import NamedTuple
 import pytest
 from commands import run_by_copies
 from helpers import HANGS, write_corpus
+from safetensors.torch import load_file
+
+from tilemoe.integrations import transformers as integration
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "quickstart"
 BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
-SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py"}
+SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py", "one_gpu.py"}
 # Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
 NOT_RUN = ("make ", "pip install", "tilemoe doctor")
 OF_THE_SCRIPT = ("tilemoe train", "tilemoe generate", "tilemoe export")  # of the README, as train_folder.sh has them
@@ -96,6 +100,19 @@ def test_transformers(pretrained: tuple[Path, str]) -> None:
     found = re.search(r"2 MoE layers: loss [\d.]+ nats/token, (\S+) from", printed)
     assert found, printed
     assert float(found[1]) < 1e-5
+
+
+def test_one_gpu(tmp_path: Path) -> None:
+    integration.register()
+    model, tokenizer = runpy.run_path(str(ROOT / "examples" / "trl_sft.py"))["small_model"]()
+    integration.unregister()
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    printed = run_blocks(PAGES / "one-gpu.md", tmp_path)
+    assert re.search(r"loss \d\.\d+ nats/token over 10 steps", printed), printed
+    tensors = load_file(tmp_path / "base-nf4" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.gate_up_proj_codes" in tensors
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def test_module(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import TilemoeConfig
 from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
+from tilemoe.testing import assert_equal
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_sft.py"))
 STEPS = 4
@@ -60,9 +61,7 @@ def test_sft_accumulates_recomputes_and_resumes(tmp_path: Path, monkeypatch: pyt
     model.save_pretrained(tmp_path / "base")
     losses, adapters = trained(tmp_path / "base", tmp_path / "out", tokenizer)
     assert len(calls) == STEPS * 2 * 2 * 2  # micro-batches, layers, and again in the backward
-    assert all(adapter.dtype == torch.bfloat16 for adapter in adapters), "as TRL has QLoRA's"
     resumed, again = trained(tmp_path / "base", tmp_path / "resumed", tokenizer, tmp_path / "out" / "checkpoint-2")
-    assert {adapter.dtype for adapter in again} == {torch.float32}, "PEFT's own, which loads adapters so"
-    assert resumed[-2:] == pytest.approx(losses[-2:], rel=1e-3)
-    torch.testing.assert_close([adapter.bfloat16() for adapter in again], adapters, rtol=2e-2, atol=5e-4)
+    assert resumed[-2:] == losses[-2:]
+    assert_equal(again, adapters)
     assert losses[-1] < losses[0]

@@ -198,7 +198,7 @@ class TilemoeQuantizer(HfQuantizer):
             for weight in weight_names(module):
                 if not isinstance(getattr(module, weight), QuantizedWeight):
                     raise ValueError(f"the folder has no weights {name}.{weight}; save or download it again")
-        vars(model)["is_loaded_in_4bit"] = True  # what PEFT and TRL look at
+        vars(model)["is_loaded_in_4bit"] = self.linear is not None  # of bitsandbytes, which transformers imports then
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
