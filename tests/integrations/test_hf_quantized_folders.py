@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"experts": "int3"}, "experts must be one of nf4; got 'int3'"),
+        ({"experts": "int3"}, "experts must be one of mxfp4, nf4, nf4_double; got"),
         ({"linear": BitsAndBytesConfig(load_in_8bit=True)}, r"linear must be None or BitsAndBytesConfig\(load_in_4bit"),
         ({"rank": 8}, "TilemoeConfig takes experts and linear, got 'rank' too; leave it out"),
     ],

@@ -89,7 +89,7 @@ class QuantizedWeight(Tensor):
         if len(gathered) < len(self.tensors()):  # this process is alone
             return QuantizedWeight(self.stored, param_dtype), ()
         pairs = zip(gathered, self.tensors(), strict=True)
-        whole = [t if t.shape[1:] == shard.shape[1:] else t.mT for t, shard in pairs]
+        whole = [t if shard.is_contiguous() else t.mT for t, shard in pairs]
         return QuantizedWeight(type(self.stored)(*whole), param_dtype), ()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
