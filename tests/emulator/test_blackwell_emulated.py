@@ -3,17 +3,34 @@
 T tokens · d hidden_size · n intermediate_size
 """
 
+import random
+from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
 import torch
-from emulated_layer import TOLERANCE, emulated, gluon_kernels, plan_of
+from blackwell_emulator import BlackwellEmulator
+from blackwell_faults import GROUPS
+from emulated_layer import (
+    TOLERANCE,
+    Recorded,
+    emulated,
+    errors_with,
+    gluon_kernels,
+    name_of,
+    plan_of,
+    with_outputs,
+)
+from gluon_emulator import Edits
 from triton_checks import Case, assert_added_exactly, assert_kernels_agree, every_third
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.kernels.experts.blackwell import host
 from tilemoe.kernels.experts.blackwell.backend import BlackwellBackend
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.plan import RoutingPlan
+from tilemoe.routing.build import plan_pairs
 from tilemoe.testing import hostile_routings
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
@@ -22,6 +39,7 @@ FP16 = torch.float16  # the emulator's, for both types of 16 bits
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
 KERNELS_OF_A_LAYER = {"up_proj_act_kernel", "gemm_wgrad_kernel"}
 # Ragged in both; more steps than the ring has stages, all full; one step, one slice; two tiles of columns.
+ENDS = ((63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (128, 0, 127, 256, 2), (385, 1, 0), (1, 1, 1, 1, 0))
 SIZES = ((136, 200), (320, 136), (64, 64), (192, 264))
 
 
@@ -64,6 +82,43 @@ def test_hostile_routings(name: str) -> None:
     agree(ROUTINGS[name], CASES[7 * index % len(CASES)], 1 + index % 3, index, (0.3, 0.9, 1.0)[index // 3 % 3])
 
 
+WIDTHS = (64, 72, 120, 128, 136, 184, 256, 264, 328)
+ROWS = (0, 0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 257)  # of an expert
+
+
+def draw_routing(draw: random.Random) -> RoutingPlan:
+    """Some rows for each of up to five experts, all of them for one, or none; of few tokens or of many, in no order."""
+    experts = draw.randint(1, 5)
+    counts = [draw.choice(ROWS) for _ in range(experts)]
+    if draw.random() < 0.2:
+        only = draw.randrange(experts + 1)  # the last: no expert
+        counts = [sum(counts) * (expert == only) for expert in range(experts)]
+    tokens = draw.choice((1, 5, 130, max(sum(counts), 1)))
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
+    expert = torch.arange(experts).repeat_interleave(torch.tensor(counts))[order]
+    return plan_pairs(torch.tensor(draw.choices(range(tokens), k=len(order))).long(), expert, tokens, experts)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, 101))])
+def test_drawn_routings(part: int) -> None:
+    """Ten of each GEMM; a thousand with all of the thorough parts."""
+    draw = random.Random(part)
+    for _ in range(10):
+        case = replace(draw.choice(CASES), hidden_size=draw.choice(WIDTHS), intermediate_size=draw.choice(WIDTHS))
+        agree(draw_routing(draw), case, draw.randint(1, 4), draw.randrange(1 << 30), draw.choice((0.3, 0.9, 1.0)))
+
+
+EACH_LAYOUT_ONCE = [
+    pytest.param(index, id=str(case), marks=() if index % 4 == index // 4 % 4 else pytest.mark.thorough)
+    for index, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("index", EACH_LAYOUT_ONCE)
+def test_every_layout_bias_and_activation(index: int) -> None:
+    agree(plan_of(*ENDS[index % len(ENDS)]), CASES[index], 1 + index % 3, index)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 def test_weight_gradients_are_added_exactly(transposed: bool) -> None:
     case = Case(FP16, transposed=transposed, hidden_size=136, intermediate_size=264)
@@ -81,3 +136,44 @@ def test_rows_that_tma_cannot_describe_come_by_cp_async(column_major: bool) -> N
     assert launches[0].constants["ACCESS"] == "copy"
     exact = TorchBackend().down_proj_wgrad(do.double(), a.double(), plan)
     assert float((found.double() - exact).norm()) <= TOLERANCE * float(exact.norm())
+
+
+# Faults
+
+
+@cache
+def recorded(case: Case, copies: bool) -> dict[str, Recorded]:
+    """The first launch of each kernel of a layer on one CTA, and what it wrote, which is right. copies: by cp.async."""
+    with pytest.MonkeyPatch.context() as patch, emulated(ctas=1, capability=100) as launches:
+        if copies:
+            patch.setattr(host, "gathered", lambda source, device: (source, "copy"))
+        assert_kernels_agree(KERNELS, plan_of(130, 0, 64, 194, 5), case, TOLERANCE)
+    return {name_of(launch): (launch, outputs) for launch, outputs in reversed(with_outputs(launches))}
+
+
+def assert_agrees_with_a_fault(edits: Edits, found: Recorded) -> None:
+    """Each warp group the slow one, with work in flight that is late, which shows a missing wait, and with sooner."""
+    for seed, late in product(range(4), (0.9, 0.3)):
+        errors = errors_with(BlackwellEmulator(seed, late, edits), *found)
+        assert not errors, errors
+
+
+PLANTED = [
+    pytest.param(group, name, marks=pytest.mark.thorough if i % 4 else ())
+    for group, (*_, faults) in GROUPS.items()
+    for i, name in enumerate(faults)
+]
+
+
+@pytest.mark.parametrize(("group", "name"), PLANTED)
+def test_planted_faults_are_caught(group: str, name: str) -> None:
+    case, kernel, copies, faults = GROUPS[group]
+    function, text, instead, message = faults[name]
+    with pytest.raises(AssertionError, match=message):
+        assert_agrees_with_a_fault({function: (text, instead)}, recorded(case, copies)[kernel])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_without_a_fault_nothing_is_caught(group: str) -> None:
+    case, kernel, copies, _ = GROUPS[group]
+    assert_agrees_with_a_fault({}, recorded(case, copies)[kernel])
