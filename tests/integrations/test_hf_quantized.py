@@ -97,6 +97,17 @@ def test_peft_s_path_makes_no_weight_whole() -> None:
     assert largest(peft) >= 2 * size, "PEFT makes plain weights whole"
 
 
+@pytest.mark.parametrize("storage", ["nf4_double", "mxfp4"])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_other_storages(family: str, storage: str) -> None:
+    model = wide(family)
+    quantize_experts(model, storage)
+    peft = adapted(model)
+    found = step(peft)
+    dequantize_experts(peft)
+    torch.testing.assert_close(found, step(peft), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -10,13 +10,16 @@ import pytest
 import torch
 import transformers
 from hf_models import FAMILIES, LIMIT, tokens
+from safetensors.torch import load_file, save_file
 from test_hf_quantized import adapted, step, wide
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Mxfp4Config, PreTrainedModel
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers import auto
 
 from tilemoe.integrations.quantized import TilemoeConfig, quantize_experts, register_quantizer, unregister_quantizer
 from tilemoe.integrations.quantized_weight import QuantizedWeight, quantize_weight, quantized_weights
+from tilemoe.kernels.experts.formats.mxfp4 import quantize_mxfp4
 from tilemoe.testing import assert_equal
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
@@ -69,6 +72,73 @@ def test_a_folder_loads_in_4_bit_and_back_to_the_bit(family: str, tmp_path: Path
     assert again.config._experts_implementation == "tilemoe"
     peft = adapted(again.train())
     assert_equal(step(peft)[:2], step(adapted(model.train()))[:2])
+
+
+@pytest.mark.parametrize("storage", ["nf4_double", "mxfp4"])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_other_storages_load_and_back(family: str, storage: str, tmp_path: Path) -> None:
+    plain = saved(family, tmp_path / "plain")
+    model = loaded(plain, tmp_path / "plain", TilemoeConfig(storage))
+    quantize_experts(plain, storage)
+    assert_equal(tensors(model), tensors(plain))
+    model.save_pretrained(tmp_path / "saved")
+    for config in (None, TilemoeConfig(storage)):
+        assert_equal(tensors(loaded(plain, tmp_path / "saved", config)), tensors(model))
+
+
+def gpt_oss_folder(folder: Path) -> PreTrainedModel:
+    """A folder as gpt-oss's own, which transformers' loader knows; experts in bf16 are exactly its MXFP4."""
+    plain: PreTrainedModel = wide("gpt_oss").bfloat16()
+    state = plain.state_dict()
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        packed = quantize_mxfp4(state.pop(name).mT)
+        state[f"{name}_blocks"] = packed.codes.unflatten(-1, (-1, 16))
+        state[f"{name}_scales"] = packed.exponents
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    settings = plain.config.to_dict() | {
+        "architectures": [type(plain).__name__],
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return plain
+
+
+def test_a_folder_of_gpt_oss_s_own_is_not_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are stored as they are, and stand for what transformers makes of them, to the bit."""
+    plain = gpt_oss_folder(tmp_path / "own")
+    theirs = loaded(plain, tmp_path / "own", Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
+    monkeypatch.setattr(Mxfp4Dequantize, "convert", None)
+    model = loaded(plain, tmp_path / "own", TilemoeConfig("mxfp4"), dtype=torch.bfloat16)
+    found = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedWeight)}
+    assert len(found) == 4
+    for name, weight in found.items():
+        assert_equal([weight.dense()], [theirs.get_parameter(name).detach()])
+    model.save_pretrained(tmp_path / "saved")
+    own, again = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "saved"))
+    assert own.keys() == again.keys()
+    assert_equal([again[name] for name in own], list(own.values()))
+    assert_equal(tensors(loaded(plain, tmp_path / "saved", dtype=torch.bfloat16)), tensors(model))
+    with pytest.raises(ValueError, match=r"quantized with Mxfp4Config but you are passing a TilemoeConfig"):
+        loaded(plain, tmp_path / "own", TilemoeConfig("nf4"))
+    peft = adapted(model.train())
+    loss, _, grads = step(peft)
+    assert loss.isfinite()
+    assert sum(".experts." in name for name in grads) == 8
+
+
+@NEEDS_BITSANDBYTES
+def test_attention_in_4_bit_beside_gpt_oss_s_own_experts(tmp_path: Path) -> None:
+    plain = gpt_oss_folder(tmp_path / "own")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
+    config = TilemoeConfig("mxfp4", settings)
+    model = loaded(plain, tmp_path / "own", config, dtype=torch.bfloat16).train()
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
+    assert model.is_loaded_in_4bit
+    step(adapted(model, target_modules=["q_proj"]))
+    model = loaded(plain, tmp_path / "own", config, dtype=torch.bfloat16).train()
+    model.save_pretrained(tmp_path / "saved")
+    assert_equal(tensors(loaded(plain, tmp_path / "saved", dtype=torch.bfloat16)), tensors(model))
 
 
 def test_no_more_than_a_layer_is_ever_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

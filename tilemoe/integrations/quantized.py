@@ -3,7 +3,8 @@
 E experts · p, q the last two dimensions of a weight, as its module has it
 
 Each layer's weights are merged by transformers' own converters, quantised, and freed before those of the next are read.
-A saved weight ``down_proj`` is the tensors ``down_proj_codes`` and ``down_proj_absmax``.
+In a folder a weight ``down_proj`` in NF4 is the tensors ``down_proj_codes`` and ``down_proj_absmax``; in MXFP4 it is
+``down_proj_blocks`` and ``down_proj_scales``, as in gpt-oss's own folders, which are read without being dequantised.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
 from tilemoe.checks import require_choice, require_type, shown
 from tilemoe.integrations.quantized_weight import (
     QuantizedWeight,
     check_quantizable,
+    loaded,
     make_dense,
     quantize_weight,
+    saved,
+    saved_names,
     weight_names,
 )
 from tilemoe.integrations.transformers import NAME, experts_modules, is_experts_module, use
+from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.kernels.experts.table import STORAGES
 
 
 class TilemoeConfig(QuantizationConfigMixin):
     """``quantization_config=`` of `from_pretrained`: experts in 4 bit, computed by tilemoe.
 
-    ``experts``: "nf4". ``linear``: transformers' BitsAndBytesConfig(load_in_4bit=True, ...), or its dict, for the
+    ``experts``: "nf4", "nf4_double", with scales of scales, or "mxfp4", which reads gpt-oss's own folders, too.
+    ``linear``: transformers' BitsAndBytesConfig(load_in_4bit=True, ...), or its dict, for the
     linear layers beside the experts (attention, dense and shared experts); None leaves them as they are. The head and
     routers always stay. Making one registers the quantizer.
 
@@ -48,6 +54,9 @@ class TilemoeConfig(QuantizationConfigMixin):
         >>> TilemoeConfig("nf4").to_dict()
         {'quant_method': 'tilemoe', 'experts': 'nf4', 'linear': None}
     """
+
+    def __new__(cls, experts: str = "nf4", *_: Any, **__: Any) -> TilemoeConfig:
+        return super().__new__(_OfMxfp4 if experts == Mxfp4Weight.name else cls)
 
     def __init__(self, experts: str = "nf4", linear: Any = None, **more: Any) -> None:
         more.pop("quant_method", None)  # of a saved one
@@ -64,6 +73,18 @@ class TilemoeConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         linear = self.linear and self.linear.to_dict()
         return {"quant_method": self.quant_method, "experts": self.experts, "linear": linear}
+
+
+class _OfMxfp4(TilemoeConfig, Mxfp4Config):
+    """A `TilemoeConfig` that transformers takes for what gpt-oss's folders say of themselves, which it knows by the
+    class's name, and in which it sets the attributes below: then their weights are read by this quantizer.
+    """
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method, "experts": self.experts, "linear": self.linear}
+
+
+_OfMxfp4.__name__ = Mxfp4Config.__name__
 
 
 def register_quantizer() -> None:
@@ -110,7 +131,8 @@ def quantize_experts(model: nn.Module, storage: str = "nf4") -> int:
     for module in modules.values():
         module.requires_grad_(False)
         for name in weight_names(module):
-            setattr(module, name, quantize_weight(module.get_parameter(name), STORAGES[storage]))
+            is_transposed: Any = module.is_transposed
+            setattr(module, name, quantize_weight(module.get_parameter(name), storage, is_transposed))
     _mark_quantized(model, storage)
     return layers
 
@@ -142,10 +164,11 @@ class TilemoeQuantizer(HfQuantizer):
     quantization_config: TilemoeConfig
 
     def __init__(self, quantization_config: TilemoeConfig, **kwargs: Any) -> None:
-        super().__init__(copy.deepcopy(quantization_config), **kwargs)  # what a model adds is for that model alone
-        self.storage = STORAGES[quantization_config.experts]
-        linear = self.quantization_config.linear
+        linear = copy.deepcopy(quantization_config.linear)  # what a model adds to it is for that model alone
+        super().__init__(TilemoeConfig(quantization_config.experts, linear), **kwargs)
         self.linear = None if linear is None else Bnb4BitHfQuantizer(linear, **kwargs)
+        # A folder of gpt-oss's own has experts in 4 bit and plain linear layers, which are quantised after loading.
+        self.linear_at_once = self.linear if isinstance(quantization_config, TilemoeConfig) else None
         self.serialized_names: dict[str, list[str]] = {}  # of experts, as soon as the model is known
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -161,26 +184,29 @@ class TilemoeQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         if _is_of_experts(model, param_name):
             return True
-        return self.linear is not None and self.linear.param_needs_quantization(model, param_name, **kwargs)
+        linear = self.linear_at_once
+        return linear is not None and linear.param_needs_quantization(model, param_name, **kwargs)
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         if _is_of_experts(model, param_name):
-            return 0.5625  # 4 bits, and 4 bytes for 64 values
-        linear = self.linear
+            return 0.5625  # NF4's 4 bits, and 4 bytes for 64 values; the others take less
+        linear = self.linear_at_once
         return param.element_size() if linear is None else linear.param_element_size(model, param_name, param)
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        storage = self.quantization_config.experts
         for _, module in experts_modules(model):
-            check_quantizable(module, self.quantization_config.experts)
+            check_quantizable(module, storage)
             for name in weight_names(module):
-                self.serialized_names[name] = [f"{name}_{part}" for part in self.storage.parts]
+                self.serialized_names[name] = [f"{name}_{part}" for part in saved_names(storage)]
         use(model)
         if self.linear is not None:
             settings = self.linear.quantization_config
             given = settings.llm_int8_skip_modules
             skipped = self.get_modules_to_not_convert(model, given, add_default_skips=True)
             settings.llm_int8_skip_modules = sorted({*skipped, *_routers(model)})
-            self.linear._process_model_before_weight_loading(model, **kwargs)
+        if self.linear_at_once is not None:
+            self.linear_at_once._process_model_before_weight_loading(model, **kwargs)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -190,7 +216,7 @@ class TilemoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         ours = [WeightConverter(names, param, [_Join(self)]) for param, names in self.serialized_names.items()]
-        return ours + ([] if self.linear is None else self.linear.get_weight_conversions())
+        return ours + ([] if self.linear_at_once is None else self.linear_at_once.get_weight_conversions())
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for name, module in experts_modules(model):
@@ -198,12 +224,15 @@ class TilemoeQuantizer(HfQuantizer):
             for weight in weight_names(module):
                 if not isinstance(getattr(module, weight), QuantizedWeight):
                     raise ValueError(f"the folder has no weights {name}.{weight}; save or download it again")
+        if self.linear is not None and self.linear_at_once is None:
+            _quantize_linear(model, self.linear)
         vars(model)["is_loaded_in_4bit"] = self.linear is not None  # of bitsandbytes, which transformers imports then
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
         for name in [name for name, value in state.items() if isinstance(value, QuantizedWeight)]:
-            for part, tensor in zip(self.storage.parts, state.pop(name).tensors(), strict=True):
+            names = saved_names(self.quantization_config.experts)
+            for part, tensor in zip(names, saved(state.pop(name)), strict=True):
                 state[f"{name}_{part}"] = tensor
         return state, {}
 
@@ -230,9 +259,12 @@ class _Quantize(ConversionOps):
         if not all(_is_of_experts(model, name) for name in input_dict):
             assert self.hf_quantizer.linear is not None, "`param_needs_quantization` asked it"
             return self.hf_quantizer.linear.get_quantize_ops().convert(input_dict, **kwargs)
-        storage = self.hf_quantizer.storage
-        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        return {name: quantize_weight(value, storage) for name, value in values.items()}
+        storage = self.hf_quantizer.quantization_config.experts
+        found = {}
+        for name, value in input_dict.items():
+            module, _ = get_module_from_name(model, name)
+            found[name] = quantize_weight(value[0] if isinstance(value, list) else value, storage, module.is_transposed)
+        return found
 
 
 class _Join(ConversionOps):
@@ -242,13 +274,14 @@ class _Join(ConversionOps):
         self.hf_quantizer = quantizer
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        name, storage = kwargs["full_layer_name"], self.hf_quantizer.storage
+        name, storage = kwargs["full_layer_name"], self.hf_quantizer.quantization_config.experts
         parts = {key.rpartition("_")[2]: value[0] for key, value in input_dict.items()}
-        if missing := [part for part in storage.parts if part not in parts]:
+        names = saved_names(storage)
+        if missing := [part for part in names if part not in parts]:
             raise ValueError(f"the folder has no {name}_{missing[0]}; save or download it again")
-        dtype = kwargs["model"].get_parameter(name).dtype
-        weight = QuantizedWeight(storage.weight(*(parts[part] for part in storage.parts)), dtype)
-        return {name: nn.Parameter(weight, requires_grad=False)}
+        module, key = get_module_from_name(kwargs["model"], name)
+        dtype = module.get_parameter(key).dtype
+        return {name: loaded([parts[part] for part in names], storage, dtype, module.is_transposed)}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -270,6 +303,18 @@ def _routers(model: nn.Module) -> set[str]:
             if isinstance(each, nn.Linear) and each.out_features == experts:
                 found.add(f"{block}.{beside}")
     return found
+
+
+def _quantize_linear(model: nn.Module, quantizer: Bnb4BitHfQuantizer) -> None:
+    """Have bitsandbytes store the linear layers of a model that is loaded."""
+    plain = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    quantizer._process_model_before_weight_loading(model, device_map=None)
+    for name, module in plain.items():
+        found = model.get_submodule(name)
+        if found is not module:
+            weight = f"{name}.weight"
+            found.weight = quantizer.get_quantize_ops().convert({weight: module.weight.data}, model=model)[weight]
+            found.bias = module.bias
 
 
 def _mark_quantized(model: nn.Module, storage: str) -> None:

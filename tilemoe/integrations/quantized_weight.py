@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.integrations.gates import name_of
+from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.kernels.experts.formats.packed import PackedWeight
-from tilemoe.kernels.experts.table import STORAGES, Storage
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.ops.lora import Adapters
 
+_MXFP4 = Mxfp4Weight.name
 _MISSING_RANK = 8  # of an adapter of zeros; kernels on a GPU take multiples of 8
 _INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
 
@@ -51,7 +53,7 @@ class QuantizedWeight(Tensor):
         return made
 
     def tensors(self) -> list[Tensor]:
-        """What it consists of, in the order of `Storage.parts`."""
+        """What it consists of, codes first."""
         return list(self.stored.tensors.values())
 
     def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
@@ -194,9 +196,37 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Quanti
                 yield module, name, parameter
 
 
-def quantize_weight(weight: Tensor, storage: Storage) -> nn.Parameter:
-    """A weight (E, p, q), frozen and in 4 bit."""
-    return nn.Parameter(QuantizedWeight(storage.quantize(weight), weight.dtype), requires_grad=False)
+def quantize_weight(weight: Tensor, storage: str, is_transposed: bool) -> nn.Parameter:
+    """A weight (E, p, q), frozen and in 4 bit: NF4 in blocks along q, MXFP4 along the inputs, as gpt-oss has it."""
+    turns = storage == _MXFP4 and is_transposed
+    stored = STORAGES[storage].quantize(weight.mT if turns else weight)
+    return _parameter(stored.transpose(1, 2) if turns else stored, weight.dtype)
+
+
+def saved_names(storage: str) -> tuple[str, ...]:
+    """What the name of a weight is followed by in a folder that has it in 4 bit."""
+    return ("blocks", "scales") if storage == _MXFP4 else STORAGES[storage].parts
+
+
+def saved(weight: QuantizedWeight) -> tuple[Tensor, ...]:
+    """What a folder has of a weight, in the order of `saved_names`; of MXFP4 that is gpt-oss's own layout."""
+    stored = weight.stored
+    if not isinstance(stored, Mxfp4Weight):
+        return tuple(weight.tensors())
+    codes, scales = (t if t.is_contiguous() else t.mT for t in weight.tensors())
+    return codes.unflatten(-1, (scales.shape[-1], -1)), scales
+
+
+def loaded(parts: list[Tensor], storage: str, dtype: torch.dtype, is_transposed: bool) -> nn.Parameter:
+    """The inverse of `saved`."""
+    if storage != _MXFP4:
+        return _parameter(STORAGES[storage].weight(*parts), dtype)
+    stored = Mxfp4Weight.from_checkpoint(*parts)
+    return _parameter(stored.transpose(1, 2) if is_transposed else stored, dtype)
+
+
+def _parameter(stored: PackedWeight, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(QuantizedWeight(stored, dtype), requires_grad=False)
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:
