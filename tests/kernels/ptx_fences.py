@@ -12,10 +12,18 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import triton
+from torch.torch_version import TorchVersion
 from triton_compile import bytes_of_copies
+
+from tilemoe.runtime.device import TRITON_FOR_10
+
+# From the release on that PyTorch's kernels wait for on capability 10.x.
+TRITON_FENCES = TorchVersion(triton.__version__) >= TRITON_FOR_10
 
 _WAIT = re.compile(r"cp\.async\.wait_(?:group|all)")
 _STORE = re.compile(r"(?:st|red|atom)\.(?:\w+\.)*shared|stmatrix")
+_TENSOR_MEMORY = re.compile(r"tcgen05\.(?:ld|st)\b")  # accumulators: no proxy, but each warp's part
 _READ = re.compile(r"wgmma\.mma_async|tcgen05\.(?:mma|cp)\b")
 _FENCE = re.compile(r"fence\.proxy\.async(?:\.shared::cta)?$")
 _BARRIER = re.compile(r"bar(?:rier)?(?:\.cta)?\.sync")
@@ -24,7 +32,7 @@ _END = re.compile(r"(?:ret|exit|trap)$")
 # What is not followed: a copy that other threads wait for, and jumps by a table or to a function.
 _UNKNOWN = re.compile(r"cp\.async\.mbarrier|brx|call")
 
-_UNFENCED, _UNMET = 1, 2  # since the last write
+_UNFENCED, _UNMET = 1, 2  # since the last write, or the last access of tensor memory
 
 # A vector's braces are within a statement; at its beginning they open and close a scope of labels, of inline assembly.
 _TOKEN = re.compile(
@@ -61,6 +69,8 @@ def mmas_without_fence(ptx: str) -> tuple[int, int]:
 def _missing_after(instruction: Instruction, missing: int, has_copies: bool) -> int:
     if _STORE.match(instruction.opcode) or (has_copies and _WAIT.match(instruction.opcode)):
         return _UNFENCED | _UNMET
+    if _TENSOR_MEMORY.match(instruction.opcode):
+        return missing | _UNMET
     if instruction.is_predicated:  # then not all threads do it
         return missing
     if _FENCE.match(instruction.opcode):

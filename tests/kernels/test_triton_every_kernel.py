@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton
 from compiled_rows import ROWS, layer_launches, name_of
+from ptx_fences import TRITON_FENCES, mmas_without_fence
 from triton.runtime.jit import JITFunction
 from triton_compile import (
     CAPABILITIES,
@@ -180,6 +181,12 @@ def assert_fits_tensor_memory(compiled: Any) -> None:
     assert "trap;" not in compiled.asm["ptx"]
 
 
+def assert_fenced(ptx: str, by_copies: bool) -> None:
+    """Each product, but what cp.async feeds only from a release of Triton on, or where it passes through registers."""
+    unfenced, _ = mmas_without_fence(ptx)
+    assert not unfenced or (by_copies and not TRITON_FENCES)
+
+
 @pytest.mark.parametrize(("name", "cell", "capability"), LAYOUTS)
 def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
     device, (activation, gate_up, transposed, bias) = NVIDIA[capability], CELLS[cell]
@@ -198,6 +205,7 @@ def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
     most = STACK_OF_LAYOUT.get((name, capability, cell), 8 if capability == 120 else 0)
     assert stack_bytes(compiled, tmp_path) <= most
     assert_fits_tensor_memory(compiled)
+    assert_fenced(ptx, copies)
 
 
 # Spill loads of up_proj_wgrad that gives db1, too, by capability.
@@ -233,6 +241,7 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
     assert count_spill_loads(compiled, tmp_path) <= (SPILLS_WITH_SUMS.get(capability, 0) if sums else 0)
     assert_fits_tensor_memory(compiled)
     by_tma = device.gathers and not sums
+    assert_fenced(ptx, not by_tma)
     assert ("tile::gather4" in ptx) == by_tma
     if capability != GATHERED_BY_REGISTER and not by_tma:
         assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"

@@ -10,14 +10,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import triton
 from compiled_rows import BF16, ROWS, WIDTHS_OF_PACKED, few_row_gemms, kernels_of, layer_launches, name_of
-from ptx_fences import mmas_without_fence
-from torch.torch_version import TorchVersion
+from ptx_fences import TRITON_FENCES, mmas_without_fence
 from triton_compile import NVIDIA, compile_launches, make_operands, row_gemm_launch
 
 from tilemoe.kernels.experts.triton import host
-from tilemoe.runtime.device import TRITON_FOR_10
 from tilemoe.runtime.launch import Launch
 
 # With Triton before the release that fences: what cp.async feeds. docs/support.md names those of Hopper. On capability
@@ -63,14 +60,14 @@ def test_no_kernel_is_left_out() -> None:
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_a_fence_lies_before_every_product(capability: int) -> None:
-    """From the release on that PyTorch's kernels wait for on capability 10.x."""
+    """Other layouts: test_triton_every_kernel.py."""
     names, launches = zip(*launches_with_products(capability), strict=True)
     found = set[str]()
     for name, (_, compiled) in zip(names, compile_launches(launches, capability), strict=True):
         unfenced, products = mmas_without_fence(str(compiled.asm["ptx"]))
         assert unfenced in (0, products), name
         found |= {name} if unfenced else set()
-    assert found == (UNFENCED[capability] if TorchVersion(triton.__version__) < TRITON_FOR_10 else set())
+    assert found == (set() if TRITON_FENCES else UNFENCED[capability])
 
 
 # What is told of PTX.
@@ -83,6 +80,7 @@ WAIT, STORE, FENCE, MEET = (
     "bar.sync 0;",
 )
 PRODUCT = "@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p2;"
+ACCUMULATOR = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r3];"
 POLL = """{
 waitLoop:
 mbarrier.try_wait.parity.shared.b64 complete, [%r1], %r2;
@@ -100,6 +98,8 @@ mbarrier.try_wait.parity.shared.b64 complete, [%r1], %r2;
         ((FENCE, WAIT, MEET, PRODUCT), 1),
         ((STORE, MEET, PRODUCT), 1),
         ((WAIT, FENCE, PRODUCT), 1),
+        ((ACCUMULATOR, MEET, PRODUCT), 0),
+        ((ACCUMULATOR, PRODUCT), 1),
         ((WAIT, f"@%p1 {FENCE}", MEET, PRODUCT), 1),
         ((WAIT, "fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;", MEET, PRODUCT), 1),
         ((WAIT, MEET, "@%p1 bra $over;", FENCE, "$over:", PRODUCT), 1),
