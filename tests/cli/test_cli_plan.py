@@ -70,6 +70,19 @@ def test_tables_show_what_the_arithmetic_says(run: Run) -> None:
         assert re.search(rf"^{name} +{style(OLMOE).saved_bytes / 2**30:.2f} ", out, flags=re.M)
 
 
+def test_a_layer_over_several_hosts(run: Run, fails: Fails) -> None:
+    over = ("--preset", "deepseek-v3", "--hosts", 4, "--network-gbps", 50)
+    exchange = as_json(run, *over)["exchange"]
+    one, two = (exchange["ways"][name] for name in ("one exchange", "two levels"))
+    assert two["network_copies"] < one["network_copies"]
+    assert two["layer_ms"][0] == pytest.approx(exchange["computed_ms"][0] + two["exchange_ms"])
+    _, out, _ = run("plan", *over)
+    assert re.search(rf"^two levels +{two['network_copies']:.2f} .* {two['layer_ms'][1]:.3f}$", out, flags=re.M)
+    assert "--hosts needs --network-gbps" in fails("plan", "--hosts", 4)
+    assert "must be at least 1 and divide the 64 experts, got 24" in fails("plan", "--hosts", 3, "--network-gbps", 9)
+    assert "are for --hosts" in fails("plan", "--network-gbps", 9)
+
+
 def test_the_other_designs_steps(run: Run) -> None:
     plan = as_json(run, "--preset", "olmoe")
     status, out, _ = run("plan", "--preset", "olmoe", "--others")

@@ -8,14 +8,13 @@ import pytest
 from tilemoe.bench import cases, record
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.memory import saved_bytes
+from tilemoe.perf.exchange import exchange_bytes, reached
 from tilemoe.perf.hardware import GPUS
 from tilemoe.perf.training import (
     USABLE,
     Setup,
-    exchange_bytes,
     largest_micro_batch,
     memory_parts,
-    reached,
     router_saved_bytes,
     tokens_per_day,
 )

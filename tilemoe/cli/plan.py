@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,8 @@ from typing import Any, Literal
 from tilemoe import plots
 from tilemoe.checks import expand_user, shown
 from tilemoe.cli.parsing import parse
-from tilemoe.cli.plan_tables import adapter_lines, layer_lines, other_lines, training_lines
-from tilemoe.config import MoEConfig, Save, require_save
+from tilemoe.cli.plan_tables import adapter_lines, exchange_lines, layer_lines, other_lines, training_lines
+from tilemoe.config import MoEConfig, RouterConfig, Save, require_save
 from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
 from tilemoe.models.hf_config import layer_from_hf
@@ -21,6 +21,7 @@ from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 from tilemoe.models.sizes import ModelSizes, sizes_of
 from tilemoe.perf.adapters import BITS, tuning_plan
+from tilemoe.perf.exchange import LINK_SHARE, Hosts, exchange_plan
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
 from tilemoe.perf.training import training_plan
@@ -61,6 +62,9 @@ class PlanOptions:
     lora: int | None = None  # of --train: plan one GPU that trains adapters of this rank instead of all weights
     experts: Storage | None = None  # of --lora: how frozen experts are stored; default: each way
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # of --lora
+    hosts: int | None = None  # also show the layer with its experts shared by GPUs of so many hosts
+    gpus_per_host: int = 8  # of --hosts
+    network_gbps: float | None = None  # of --hosts: GB/s between them that a GPU reaches, one way
     json: bool = False  # print JSON
     plot: Path | None = None  # draw the steps' times beside their rooflines: .png, .svg or .pdf
 
@@ -83,6 +87,8 @@ def run(arguments: Sequence[str]) -> None:
     gpu, source = find_gpu(options.gpu), source_of(options)
     shape, overridden = shape_of(options, source.layer)
     plan: dict[str, Any] = {"source": source.name, "overridden": overridden, **layer_plan(shape, gpu, options.dtype)}
+    if options.hosts is not None:
+        plan["exchange"] = _exchange(options, source.layer, shape, gpu)
     if options.train:
         plan["train"] = _training(options, source, gpu, overridden)
     if options.plot is not None:
@@ -91,8 +97,10 @@ def run(arguments: Sequence[str]) -> None:
         print(json.dumps(plan, indent=2, allow_nan=False))
     else:
         lines_of = training_lines if options.lora is None else adapter_lines
-        of_training = ["", *lines_of(plan["train"])] if options.train else []
-        print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ()), *of_training]))
+        lines = [*layer_lines(plan), *(other_lines(plan) if options.others else ())]
+        lines += ["", *exchange_lines(plan["exchange"])] if "exchange" in plan else []
+        lines += ["", *lines_of(plan["train"])] if options.train else []
+        print("\n".join(lines))
     if options.train and not any(setup["micro_batch"] for setup in plan["train"]["setups"]):
         raise ValueError(f"--train: {source.name} does not fit; raise --gpus, lower --seq-len, or choose another --gpu")
 
@@ -169,6 +177,10 @@ def _experts(name: str, model: ModelSizes) -> MoEConfig:
 
 def _check(options: PlanOptions) -> None:
     """ValueError: an option of --train is invalid, or given without it."""
+    if options.hosts is None and (
+        options.gpus_per_host != PlanOptions.gpus_per_host or options.network_gbps is not None
+    ):
+        raise ValueError("--gpus-per-host and --network-gbps are for --hosts; give --hosts, too")
     for name in ("seq_len", "mfu", "gpus", "expert_parallel", "checkpointing", "tokens_per_day", "lora"):
         if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
@@ -186,6 +198,22 @@ def _check(options: PlanOptions) -> None:
         raise ValueError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     if options.tokens_per_day is not None and not 0 < options.tokens_per_day < 1e30:
         raise ValueError(f"--tokens-per-day must be above 0 and below 1e30, got {options.tokens_per_day}")
+
+
+def _exchange(options: PlanOptions, layer: MoEConfig, shape: MoEShape, gpu: Gpu) -> Mapping[str, Any]:
+    """ValueError: an option of --hosts is invalid, or its GPUs cannot divide the experts."""
+    network, gpus = options.network_gbps, (options.hosts or 0) * options.gpus_per_host
+    if network is None or not 0 < network < 1e6:
+        raise ValueError(f"--hosts needs --network-gbps, what a GPU reaches between hosts in GB/s; got {network}")
+    if gpus < 1 or options.gpus_per_host < 1 or shape.num_experts % gpus:
+        raise ValueError(
+            f"--hosts x --gpus-per-host must be at least 1 and divide the {shape.num_experts} experts, got {gpus}"
+        )
+    if shape.num_experts % layer.router.num_groups:
+        layer = replace(layer, router=RouterConfig())  # another number of experts than those that have groups
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in (*_SIZES, "save")}
+    hosts = Hosts(options.hosts or 0, options.gpus_per_host, LINK_SHARE * gpu.link_gbps, network)
+    return exchange_plan(replace(layer, **sizes), shape.num_tokens, gpu, hosts, options.dtype)
 
 
 def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:

@@ -114,6 +114,26 @@ def other_lines(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def exchange_lines(exchange: Mapping[str, Any]) -> list[str]:
+    """The layer over several hosts, by one exchange and by two levels."""
+    hosts, gpus = exchange["hosts"], exchange["gpus_per_host"]
+    forward, backward = exchange["computed_ms"]
+    where = f"experts shared by {hosts} hosts x {gpus} GPUs, each with its tokens"
+    lines = [
+        f"{where}: {exchange['link_gbps']:.0f} GB/s in a host, {exchange['network_gbps']:g} GB/s between hosts",
+        f"computed alone {forward:.3f} ms forward, {backward:.3f} ms backward; of the exchange nothing is hidden",
+        "",
+        f"{'':14}{'copies between hosts':>22}{'within':>9}{'exchange, ms':>15}{'forward, ms':>14}{'backward, ms':>14}",
+    ]
+    for name, way in exchange["ways"].items():
+        forward, backward = way["layer_ms"]
+        lines.append(
+            f"{name:14}{way['network_copies']:22.2f}{way['link_copies']:9.2f}{way['exchange_ms']:15.3f}{forward:14.3f}"
+            f"{backward:14.3f}"
+        )
+    return lines
+
+
 def training_lines(train: Mapping[str, Any]) -> list[str]:
     """The model, and a column of memory and speed for each setup."""
     setups: Sequence[Mapping[str, Any]] = train["setups"]

@@ -26,12 +26,12 @@ from tilemoe.models.flops import (
     repeated_flops_per_token,
 )
 from tilemoe.models.sizes import Mixer, ModelSizes, sizes_of
+from tilemoe.perf.exchange import LINK_SHARE, exchange_bytes, share_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
 from tilemoe.shape import MoEShape
 
 USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the allocator cannot hand out
-LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
 MOST_GPUS, COMPARED = 1 << 14, 8
 _MOST_SEQUENCES = 1 << 20  # of a micro-batch
@@ -142,28 +142,6 @@ def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
     return _DAY * setup.gpus / seconds
 
 
-def reached(moe: MoEConfig, processes: int) -> float:
-    """Of X processes with E / X experts each, how many a token's K random experts are on: hypergeometric.
-
-    ``X (1 - C(E - E/X, K) / C(E, K))``
-    """
-    elsewhere = moe.num_experts - moe.num_experts // processes
-    missed = math.comb(elsewhere, moe.num_experts_per_tok) / math.comb(moe.num_experts, moe.num_experts_per_tok)
-    return processes * (1 - missed)
-
-
-def exchange_bytes(moe: MoEConfig, tokens: int, processes: int, dtype: str = "bf16") -> float:
-    """Bytes that a GPU sends in a layer's forward and backward: there, back, and both again; none to itself.
-
-    A token crosses once to each process that holds any of its experts; there in a byte a value and a scale of four
-    where ``dtype`` is "fp8", back in bf16.
-    """
-    remote = reached(moe, processes) * (processes - 1) / processes
-    back = _BF16 * moe.hidden_size
-    there = moe.hidden_size + _FP32 if dtype == "fp8" else back
-    return 2 * (there + back) * tokens * remote
-
-
 def _block_parameters(setup: Setup) -> tuple[int, int]:
     """(parameters of a block that a GPU gathers, those of its routed experts among them): the widest block's."""
     model, moe = setup.sizes, setup.sizes.moe
@@ -263,14 +241,7 @@ def _moe_working_bytes(setup: Setup, tokens: int) -> int:
 
 
 def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
-    """A GPU's share of a layer: as many rows as alone, of fewer experts and of the tokens that reach it."""
-    names = ("hidden_size", "intermediate_size", "is_gated", "save")
-    sizes: dict[str, Any] = {name: getattr(moe, name) for name in names}
-    if setup.expert_parallel == 1:
-        return MoEShape(tokens, num_experts=moe.num_experts, num_experts_per_tok=moe.num_experts_per_tok, **sizes)
-    here = math.ceil(tokens * reached(moe, setup.expert_parallel))
-    experts, rows = moe.num_experts // setup.expert_parallel, tokens * moe.num_experts_per_tok
-    return MoEShape(here, num_experts=experts, num_experts_per_tok=1, rows=rows, is_topk=False, **sizes)
+    return share_of(moe, tokens, setup.expert_parallel)
 
 
 def training_plan(
