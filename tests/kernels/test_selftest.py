@@ -170,7 +170,7 @@ def test_a_hindrance_counts_where_nothing_is_kept_and_a_folder_that_is_none(
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The toys by name, until the test ends."""
-    toys = {toy.name: toy for toy in (toy_selftests.Wrong, toy_selftests.NotRepeatable)}
+    toys = {toy.name: toy for toy in (toy_selftests.Wrong, toy_selftests.NotRepeatable, toy_selftests.NotAdding)}
     monkeypatch.setattr(registry, "_BACKENDS", registry._BACKENDS | toys)
     yield
     registry._made.cache_clear()
@@ -182,6 +182,7 @@ def test_wrong_numbers_and_other_bits_are_found() -> None:
     assert found.startswith(
         "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-re"
     )
+    assert "AssertionError: accumulated dw2 is off by 5" in str(problem(toy_selftests.NotAdding(), CPU))
     assert "AssertionError: not repeatable, run 1: " in str(problem(toy_selftests.NotRepeatable(), CPU))
 
 

@@ -26,6 +26,16 @@ class Wrong(TorchBackend):
         return 1.02 * super().up_proj_wgrad(*args)
 
 
+class NotAdding(TorchBackend):
+    """Overwrites the gradient that it is to add to."""
+
+    name = "not_adding"
+
+    def down_proj_wgrad(self, do: Tensor, a: Tensor, plan: Any, column_major: bool = False, out: Any = None) -> Tensor:
+        grad = super().down_proj_wgrad(do, a, plan, column_major)
+        return grad if out is None else out.copy_(grad)
+
+
 class NotRepeatable(TorchBackend):
     """Now and then the last bit of one element is another."""
 

@@ -92,9 +92,14 @@ def forward_and_grads(moe: MoE, inputs: Mapping[str, Tensor], plan: RoutingPlan,
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     o = moe(plan=plan, **leaves, **options)
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    grads = torch.autograd.grad(o, list(leaves.values()), do.to(device=o.device, dtype=o.dtype))
+    grads = torch.autograd.grad(o, list(leaves.values()), output_grad(o))
     return {"o": o.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+
+def output_grad(o: Tensor) -> Tensor:
+    """The gradient that flows into o (T, d), normal(0, 1): the same for every dtype up to its rounding."""
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return do.to(device=o.device, dtype=o.dtype)
 
 
 def plain_moe(

@@ -7,35 +7,39 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilemoe.config import ACTIVATIONS
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.testing.compare import assert_equal, assert_moe_matches_reference
-from tilemoe.testing.inputs import forward_and_grads, make_inputs, poisoned_memory
+from tilemoe.testing.compare import ERROR_CAPS, assert_equal, assert_moe_matches_reference, relative_error
+from tilemoe.testing.inputs import forward_and_grads, make_inputs, output_grad, poisoned_memory
 from tilemoe.testing.routings import hostile_routings
 
 
 class _Sizes(NamedTuple):
-    """Rows of a tile, and d and n, on hostile routings; T, E and K, and d and n, of a layer that fills the device."""
+    """Rows of a tile, d and n that are whole tiles and that are not, on hostile routings; T, E and K, and d and n, of a
+    layer that fills the device.
+    """
 
     tile: int
     widths: tuple[int, int]
+    ragged: tuple[int, int]
     routed: tuple[int, int, int]
     larger: tuple[int, int]
     repeats: int
 
 
-_GPU = _Sizes(128, (256, 128), (4096, 32, 4), (1024, 512), repeats=20)
-_CPU = _Sizes(8, (16, 8), (64, 8, 2), (32, 16), repeats=3)  # to test this file
+_GPU = _Sizes(128, (256, 128), (328, 136), (4096, 32, 4), (1024, 512), repeats=20)
+_CPU = _Sizes(8, (16, 8), (17, 9), (64, 8, 2), (32, 16), repeats=3)  # to test this file
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,22 @@ class _Case:
         first = assert_moe_matches_reference(inputs, self.plan, run, **options)
         for repeat in range(1, repeats):
             assert_equal(forward_and_grads(run, inputs, self.plan, **options), first, f"not repeatable, run {repeat}")
+        if self.routing == "large":
+            _check_accumulation(partial(run, plan=self.plan, **options), inputs, first)
+
+
+def _check_accumulation(run: Callable[..., Tensor], inputs: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """AssertionError: the weights' gradients of two backwards, added by the kernels, are not twice those of one."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    dtype = inputs["x"].dtype
+    for _ in range(2):
+        o = run(accumulate=True, **leaves)
+        o.backward(output_grad(o))
+    for name in ("w1", "w2"):
+        grad = leaves[name].grad
+        assert grad is not None, f"{name} has no gradient"
+        error = relative_error(grad, 2 * found[f"d{name}"].double())
+        assert error < ERROR_CAPS[dtype], f"accumulated d{name} is off by {error:.2e}"
 
 
 def problem(backend: Backend, device: torch.device) -> str | None:
@@ -92,7 +112,7 @@ def _cases(sizes: _Sizes, device: torch.device) -> Iterator[_Case]:
     for dtype in (torch.bfloat16, torch.float16):
         for name, plan in routings.items():
             yield _Case(name, plan, widths, dtype)
-            yield _Case(name, plan, widths, dtype, "swiglu_oai", "interleaved", bias=True)
+            yield _Case(name, plan, sizes.ragged, dtype, "swiglu_oai", "interleaved", bias=True)
         yield _Case("large", large, larger, dtype)
         yield _Case("large", large, larger, dtype, bias=True, transposed=True)
     for activation in sorted(ACTIVATIONS):
