@@ -145,12 +145,21 @@ class PackedLoRAExperts(LoRAExperts):
         plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.up_a.device)
         plain.reset_parameters(generator)
         for name in _WEIGHTS:
-            for part, tensor in STORAGES[self.storage].quantize(getattr(plain, name)).tensors.items():
-                self.get_parameter(f"{name}_{part}").copy_(tensor)
+            self.pack(name, getattr(plain, name))
         for bias in (self.b1, self.b2):
             if bias is not None:
                 nn.init.zeros_(bias)
         self.reset_adapters(generator)
+
+    @torch.no_grad()
+    def pack(self, name: str, weight: Tensor) -> None:
+        """Store the dense ``weight``, from any device, as w1 or w2, quantised where the module is."""
+        for part, tensor in STORAGES[self.storage].quantize(weight.to(self.up_a.device)).tensors.items():
+            self.get_parameter(f"{name}_{part}").copy_(tensor)
+
+    def packed_names(self) -> dict[str, tuple[str, ...]]:
+        """Of w1 and w2, the parameters that stand for it."""
+        return {name: tuple(f"{name}_{part}" for part in STORAGES[self.storage].parts) for name in _WEIGHTS}
 
     def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> PackedWeight:
         weight, _, parts = STORAGES[self.storage]
@@ -168,8 +177,7 @@ class PackedLoRAExperts(LoRAExperts):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLoRAExperts:
         """As `torch.nn.Module`'s, but scales keep their dtype."""
-        names = [f"{name}_{part}" for name in _WEIGHTS for part in STORAGES[self.storage].parts]
-        scales = {name: self.get_parameter(name).detach() for name in names}
+        scales = {name: self.get_parameter(name).detach() for names in self.packed_names().values() for name in names}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
             if (found := getattr(self, name)).dtype != scale.dtype:
@@ -301,6 +309,16 @@ def merge_lora(model: nn.Module) -> None:
 def adapted_modules(model: nn.Module) -> dict[str, LoRAExperts | LoRALinear]:
     """The modules of ``model`` that have adapters, by name."""
     return {name: each for name, each in model.named_modules() if isinstance(each, (LoRAExperts, LoRALinear))}
+
+
+def packed_weights(model: nn.Module) -> dict[str, tuple[PackedLoRAExperts, tuple[str, ...]]]:
+    """By the name that a dense model has for a weight stored in 4 bits: its module, and the names that stand for it."""
+    return {
+        f"{prefix}.{name}": (module, tuple(f"{prefix}.{each}" for each in names))
+        for prefix, module in adapted_modules(model).items()
+        if isinstance(module, PackedLoRAExperts)
+        for name, names in module.packed_names().items()
+    }
 
 
 def has_lora(model: nn.Module) -> bool:

@@ -145,6 +145,7 @@ class LoRAConfig:
     rank: int = 8  # of each adapter; every expert has its own
     alpha: float = 16.0  # an adapter's product is multiplied by alpha / rank
     modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
+    storage: Storage = "dense"  # of the frozen experts; in 4 bit all else that is frozen is kept in bf16
     train_router: bool = False  # train the routers' own weights, too
     train_norms: bool = False  # and the norms'
     base: str | None = None  # base model that an exported adapter names; default: that of --init-from
@@ -153,6 +154,8 @@ class LoRAConfig:
         require_fields("lora.", self, at_least={"rank": 1}, positive=("alpha",))
         if not self.modules or not set(self.modules) <= {"experts", "attention"}:
             raise ValueError(f"lora.modules must be experts, attention or both, got {self.modules!r}")
+        if self.storage != "dense" and "experts" not in self.modules:
+            raise ValueError(f"lora.storage {self.storage!r} is of experts with adapters; add experts to lora.modules")
         if self.base is not None:
             require_text("lora.base", self.base)
 

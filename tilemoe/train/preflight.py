@@ -13,7 +13,7 @@ from tilemoe.models.flops import count_parameters
 from tilemoe.train import adamw8bit
 from tilemoe.train.checkpoints.folder import own_files
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints
-from tilemoe.train.checkpoints.restore import make_decoder
+from tilemoe.train.checkpoints.restore import frozen_dtype, make_decoder, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
 from tilemoe.train.metrics import METRICS_FILE
@@ -44,6 +44,8 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         adamw8bit.require_torchao()
         if not job.is_alone:
             raise ValueError("optim.name 'adamw8bit' is for one process; use --optim.name adamw, sharded by the job")
+    if recipe.lora is not None and recipe.lora.storage != "dense" and not job.is_alone:
+        raise ValueError(f"lora.storage {recipe.lora.storage!r} is for one process; use --lora.storage dense")
     if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
         recipe.model.moe.require_learnable_router()
     if is_new:
@@ -104,11 +106,10 @@ def _require_folder(recipe: Recipe) -> None:
 def _checkpoint_bytes(recipe: Recipe) -> int:
     if recipe.lora is None:
         return (_WEIGHT_BYTES + _STATE_BYTES[recipe.optim.name]) * count_parameters(recipe.model)
-    parameters = list(make_decoder(recipe, device="meta").parameters())
+    frozen = frozen_dtype(recipe, select_device(recipe.train.device))
+    parameters = list(make_decoder(recipe, device="meta", frozen=frozen).parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return (
-        _WEIGHT_BYTES * sum(parameter.numel() for parameter in parameters) + _STATE_BYTES[recipe.optim.name] * trained
-    )
+    return sum(parameter.nbytes for parameter in parameters) + _STATE_BYTES[recipe.optim.name] * trained
 
 
 def _require_tokenizer(recipe: Recipe, init_from: Path | None) -> None:

@@ -33,7 +33,7 @@ from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.files import fsync, read_text
-from tilemoe.layers.lora import adapter_names
+from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes
 from tilemoe.models.sums import Entries, canonical, file_entries, manifest_of, read_manifest, require_files
 from tilemoe.train.checkpoints.leftovers import (
@@ -52,6 +52,7 @@ from tilemoe.train.checkpoints.sharded_state import (
     is_shared,
     read_model,
     read_training,
+    read_whole,
     set_random,
     whole_tensors,
 )
@@ -256,10 +257,16 @@ class Checkpoint:
     def load_model(self, model: nn.Module) -> None:
         """Copy the weights and buffers into ``model``, on any device; of one that is shared, this process' part.
 
-        Adapters of ``model`` stay as they are where the checkpoint's has none. CheckpointError: a value is not finite.
+        Where the checkpoint's has no adapters, those of ``model`` stay as they are, and its experts may be stored in 4
+        bits. CheckpointError: a value is not finite.
         """
-        absent = adapter_names(model) if self.state.recipe.lora is None else set()
+        is_plain = self.state.recipe.lora is None
+        packed = packed_weights(model) if is_plain else {}
+        absent = adapter_names(model) if is_plain else set()
         with self._tensors() as held:
+            for weight, (module, names) in packed.items():
+                module.pack(weight.rpartition(".")[2], read_whole(held, weight))
+                absent |= {weight, *names}
             read_model(held, model, absent)
         if name := find_non_finite(model):
             self.refuse_non_finite(name)

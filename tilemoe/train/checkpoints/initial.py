@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from tilemoe.layers.lora import packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.huggingface import require_weights, whole_parameters
@@ -53,9 +54,12 @@ def load_initial(model: DecoderLM, folder: Path) -> None:
     if not is_hf(folder):
         read_newest(folder, lambda: resolve_checkpoint(folder).load_model(model))
         return
-    parameters = model.state_dict()
+    parameters, packed = model.state_dict(), packed_weights(model)
     with checked(folder):
         for name, whole in whole_parameters(folder, model.config):
+            if name in packed:
+                packed[name][0].pack(name.rpartition(".")[2], whole)
+                continue
             target = parameters[name]
             if isinstance(target, DTensor):
                 copy_part(target, whole.__getitem__)

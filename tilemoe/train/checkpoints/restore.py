@@ -19,6 +19,7 @@ from tilemoe.models.huggingface import read_model
 from tilemoe.models.sums import checked
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
+from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
 from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.config import Recipe
@@ -46,17 +47,32 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
     return torch.device("cuda", job.local_rank)
 
 
-def make_decoder(recipe: Recipe, *, device: torch.device | str = "cpu", recompute: str | None = None) -> DecoderLM:
-    """The recipe's model, with its adapters if it has them, and ``requires_grad`` set only on what trains.
+def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """Of what stays as it is: fp32, as what is trained, or bf16 beside experts in 4 bit, as autocast multiplies it."""
+    is_packed = recipe.lora is not None and recipe.lora.storage != "dense"
+    in_bf16 = is_packed and recipe.train.precision == "bf16" and has_fast_gemm(device.type, torch.bfloat16)
+    return torch.bfloat16 if in_bf16 else torch.float32
 
-    Its weights are memory as it was found. ``recompute``: see `DecoderLM`.
+
+def make_decoder(
+    recipe: Recipe,
+    *,
+    device: torch.device | str = "cpu",
+    recompute: str | None = None,
+    frozen: torch.dtype = torch.float32,
+) -> DecoderLM:
+    """The recipe's model, with its adapters if it has them, and ``requires_grad`` set only on what trains, in fp32.
+
+    Its weights are memory as it was found. ``frozen``: the dtype of the others under adapters. ``recompute``: see
+    `DecoderLM`.
     """
-    model, lora = DecoderLM(recipe.model, device="meta", recompute=recompute), recipe.lora
+    lora = recipe.lora
+    model = DecoderLM(recipe.model, device="meta", dtype=None if lora is None else frozen, recompute=recompute)
     if lora is not None:
-        add_lora(model, lora.rank, lora.alpha, modules=lora.modules)
+        add_lora(model, lora.rank, lora.alpha, dtype=torch.float32, modules=lora.modules, storage=lora.storage)
         for module in model.modules():
             if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
-                module.requires_grad_(True)
+                module.float().requires_grad_(True)
     return model.to_empty(device=device)
 
 
@@ -71,7 +87,7 @@ def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) 
 
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
     """The recipe's model with its initial weights, the same on every device."""
-    model = make_decoder(recipe, device=device, recompute=recipe.train.recompute)
+    model = make_decoder(recipe, device=device, recompute=recipe.train.recompute, frozen=frozen_dtype(recipe, device))
     set_dense_precision(model, recipe, device)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.set_checkpointing(recipe.parallel.checkpointing)

@@ -65,13 +65,22 @@ def whole_tensors(model_file: Path, optimizer_file: Path) -> Iterator[dict[str, 
 
 
 def read_model(held: Mapping[str, Any], model: nn.Module, absent: Container[str] = ()) -> None:
-    """Weights and buffers but those ``absent`` there, whatever the mesh.
+    """Weights and buffers but those that are ``absent``, whatever the mesh.
 
     held: slices by name, of a job (`tilemoe.train.checkpoints.metadata.StoredTensor`) or of `whole_tensors`.
 
     ValueError: a tensor is missing, of another shape, or of none of the model.
     """
-    _fill({name: t for name, t in model.state_dict().items() if name not in absent}, _under(_MODEL, held))
+    parts = {name: part for name, part in _under(_MODEL, held).items() if name not in absent}
+    _fill({name: t for name, t in model.state_dict().items() if name not in absent}, parts)
+
+
+def read_whole(held: Mapping[str, Any], name: str) -> Tensor:
+    """The weight ``name``. ValueError: it is missing."""
+    if _MODEL + name not in held:
+        raise ValueError(f"the checkpoint and the model differ in {name}; use the settings it was trained with")
+    whole: Tensor = held[_MODEL + name][()]
+    return whole
 
 
 def read_training(held: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,118 @@
+"""Adapters on experts in 4 bit: a run is one on the dequantised base, from either kind of folder; resumed, merged."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import losses, raises_one_line
+from test_train_lora import adapted, weights_of
+
+from tilemoe.cli.main import main
+from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.kernels.experts.table import STORAGES
+from tilemoe.layers.lora import packed_weights
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import load_hf, save_hf
+from tilemoe.testing import relative_error
+from tilemoe.train.checkpoints.folder import find_latest
+from tilemoe.train.checkpoints.restore import build_model, frozen_dtype
+from tilemoe.train.config import LoRAConfig, Recipe
+from tilemoe.train.job.processes import Job
+from tilemoe.train.preflight import require_ready
+from tilemoe.train.run import train
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(256, 64, 2, 2, 1, 32, 16, moe=MoEConfig(64, 64, 4, 2))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of transformers' with a model, and of each storage one with its dequantised experts."""
+    root = tmp_path_factory.mktemp("bases")
+    model = DecoderLM(MODEL)
+    model.reset_parameters(torch.Generator().manual_seed(1))
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for storage in ("dense", *STORAGES):
+        for name, tensor in plain.items() if storage != "dense" else ():
+            if name.endswith((".w1", ".w2")):
+                packed = STORAGES[storage].quantize(tensor)
+                for expert in range(4):
+                    model.get_parameter(name).data[expert] = packed.expert(expert, torch.float32)
+        save_hf(model, root / storage)
+        ByteTokenizer().save(root / storage / "tokenizer.json")
+    return root
+
+
+def recipe_of(recipe: Recipe, base: Path, out: Path, storage: str = "dense", steps: int = 4) -> Recipe:
+    lora = LoRAConfig(rank=4, alpha=8.0, storage=storage)  # type: ignore[arg-type]
+    made = adapted(recipe, base, lora, steps=steps, out_dir=str(out), eval_every=0, save_every=0)
+    return replace(made, optim=replace(made.optim, schedule="constant", warmup_steps=0))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_run_is_one_on_the_dequantised_base(storage: str, moe_recipe: Recipe, bases: Path, tmp_path: Path) -> None:
+    dense = recipe_of(moe_recipe, bases / storage, tmp_path / "dense")
+    train(dense, init_from=bases / storage)
+    packed = recipe_of(moe_recipe, bases / "dense", tmp_path / "packed", storage)
+    train(packed, init_from=bases / "dense")
+    want, got = losses(tmp_path / "dense"), losses(tmp_path / "packed")
+    assert got == pytest.approx(want, rel=1e-5)
+    assert got[-1] < got[0]
+    part = recipe_of(moe_recipe, bases / "dense", tmp_path / "part", storage, steps=2)
+    train(part, init_from=bases / "dense")
+    train(replace(packed, train=replace(packed.train, out_dir=str(tmp_path / "part"))), find_latest(tmp_path / "part"))
+    resumed, whole = weights_of(part), weights_of(packed)
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    for name in ("dense", "packed"):
+        assert main(["export", "--checkpoint", str(tmp_path / name), "--out", str(tmp_path / f"{name}-merged")]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        merged = [load_hf(tmp_path / f"{name}-merged")(ids).logits for name in ("dense", "packed")]
+    assert relative_error(merged[1], merged[0]) < 1e-4
+
+
+def test_a_checkpoint_of_ours_is_packed_as_it_is_read(moe_recipe: Recipe, bases: Path, tmp_path: Path) -> None:
+    base = replace(moe_recipe, model=MODEL, train=replace(moe_recipe.train, steps=1, out_dir=str(tmp_path / "base")))
+    train(base)
+    recipe = recipe_of(moe_recipe, tmp_path / "base", tmp_path / "run", "nf4", steps=1)
+    train(recipe, init_from=tmp_path / "base")
+    before, after = weights_of(base), weights_of(recipe)
+    for name, (_, names) in packed_weights(build_model(recipe, CPU)).items():
+        for found, tensor in zip(names, STORAGES["nf4"].quantize(before[name]).tensors.values(), strict=True):
+            assert torch.equal(after[found], tensor)
+
+
+def test_beside_experts_in_4_bit_what_is_frozen_is_in_bf16(
+    moe_recipe: Recipe, bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(moe_recipe, bases / "dense", tmp_path / "run", "nf4", steps=2)
+    assert frozen_dtype(recipe, CPU) == torch.float32
+    recipe = replace(recipe, train=replace(recipe.train, precision="bf16"))
+    for where in ("tilemoe.train.checkpoints.restore", "tilemoe.train.loop"):
+        monkeypatch.setattr(f"{where}.has_fast_gemm", lambda device, dtype: True)
+    model = build_model(recipe, CPU)
+    dtypes = {(p.requires_grad, p.dtype) for name, p in model.named_parameters() if "absmax" not in name}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16), (False, torch.uint8)}
+    train(recipe, init_from=bases / "dense")
+    dense = recipe_of(moe_recipe, bases / "nf4", tmp_path / "dense", steps=2)
+    train(dense, init_from=bases / "nf4")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "dense"), rel=1e-2)
+    saved = find_latest(tmp_path / "run")
+    assert saved is not None
+    assert weights_of(recipe)["embed.weight"].dtype == torch.float32
+
+
+def test_what_cannot_be_stored_so_is_said_before_anything_is_read(
+    moe_recipe: Recipe, bases: Path, tmp_path: Path
+) -> None:
+    with raises_one_line("lora.storage 'nf4' is of experts with adapters; add experts to lora.modules"):
+        LoRAConfig(modules=("attention",), storage="nf4")
+    recipe = recipe_of(moe_recipe, bases / "dense", tmp_path / "run", "mxfp4")
+    with raises_one_line("lora.storage 'mxfp4' is for one process; use --lora.storage dense"):
+        require_ready(recipe, Job(rank=0, local_rank=0, world_size=2), is_new=True)
+    narrow = replace(recipe, model=replace(MODEL, moe=MoEConfig(64, 48, 4, 2)))
+    with raises_one_line("intermediate_size must be a multiple of 32, the block of MXFP4, got 48"):
+        require_ready(narrow, Job(), is_new=True, init_from=bases / "dense")
