@@ -25,7 +25,7 @@ def moe_recipe(corpus: Path, tmp_path: Path) -> Recipe:
         "test",
         "for tests",
         ModelConfig(256, 16, 2, 2, 1, 8, 16, moe=moe),
-        DataConfig(16, 4, str(corpus), cache_dir=str(corpus.parent / "cache"), heldout_every=4),
+        DataConfig(16, 4, str(corpus), cache_dir=str(corpus.parent / "cache"), heldout_every=40),
         OptimConfig(lr=0.01, warmup_steps=2),
         TrainConfig(
             steps=6, out_dir=str(tmp_path / "run"), precision="fp32", log_every=1, eval_every=2, eval_batches=2,

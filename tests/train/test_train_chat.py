@@ -66,7 +66,7 @@ def recipe(moe_recipe: Recipe, tmp_path: Path) -> Recipe:
     moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0, selection_bias=False))
     data = replace(
         moe_recipe.data, format="chat", corpus=str(write_chats(tmp_path / "chats.jsonl", 60)), seq_len=64,
-        batch_size=2, too_long="skip", cache_dir=str(tmp_path / "cache"),
+        batch_size=2, too_long="skip", cache_dir=str(tmp_path / "cache"), heldout_every=4,
     )  # fmt: skip
     return replace(moe_recipe, model=replace(moe_recipe.model, moe=moe, max_seq_len=64), data=data)
 

@@ -248,7 +248,7 @@ def test_a_part_of_a_split_has_nats_per_byte_only_where_a_token_is_a_byte(dense_
         recipe = replace(
             dense_recipe,
             model=replace(dense_recipe.model, vocab_size=300),
-            data=replace(dense_recipe.data, tokenizer=tokenizer),
+            data=replace(dense_recipe.data, tokenizer=tokenizer, heldout_every=4),
         )
         data, model = data_of(recipe), build_model(recipe, CPU)
         part, whole = (

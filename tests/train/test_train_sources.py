@@ -42,7 +42,7 @@ def recipe(request: pytest.FixtureRequest, moe_recipe: Recipe, tmp_path: Path) -
         sources.append(f"{path}={weight}")
     data = replace(
         moe_recipe.data, sources=tuple(sources), format=request.param, seq_len=64, batch_size=2, too_long="skip",
-        cache_dir=str(tmp_path / "cache"),
+        cache_dir=str(tmp_path / "cache"), heldout_every={"text": 40, "chat": 4}[request.param],
     )  # fmt: skip
     return replace(moe_recipe, model=replace(moe_recipe.model, max_seq_len=64), data=data)
 
@@ -158,7 +158,7 @@ def test_the_commands_say_what_is_read(recipe: Recipe, capsys: pytest.CaptureFix
     data, out = recipe.data, str(tmp_path / "run")
     options = {
         "train.steps": 2, "train.out-dir": out, "data.format": data.format, "data.cache-dir": data.cache_dir,
-        "data.seq-len": 64, "data.heldout-every": 4, "data.too-long": "skip", "train.sample-tokens": 0,
+        "data.seq-len": 64, "data.heldout-every": data.heldout_every, "data.too-long": "skip", "train.sample-tokens": 0,
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += ["--model.max-seq-len", "64", "--data.tokenizer", "bytes", "--train.no-plot"]
