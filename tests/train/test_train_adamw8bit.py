@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.train import adamw8bit
+from tilemoe.train import optim
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.sharded_state import read_training, whole_tensors
 from tilemoe.train.config import OptimConfig, Recipe
@@ -84,6 +84,6 @@ def test_it_is_for_one_process_with_torchao(
     recipe = recipe_of(moe_recipe, tmp_path / "run", 1)
     with raises_one_line("optim.name 'adamw8bit' is for one process; use --optim.name adamw"):
         require_ready(recipe, Job(rank=0, local_rank=0, world_size=2), is_new=True)
-    monkeypatch.setattr(adamw8bit, "find_spec", lambda name: None)
+    monkeypatch.setattr(optim, "find_spec", lambda name: None)
     with raises_one_line("pip install 'tilemoe\\[fp8\\]', or use --optim.name adamw"):
         require_ready(recipe, Job(rank=0, local_rank=0, world_size=1), is_new=True)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +14,15 @@ from torch import Tensor, nn
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.layers.mlp import MLP
-from tilemoe.train.adamw8bit import PARTS, make_adamw8bit, moment_of, parts_of
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
 # Stacked per expert, so two-dimensional, yet biases all the same.
 _BIAS_NAMES = frozenset({"bias", "b1", "b2"})
 _ADAMW_MODULES = frozenset({"head", "router", "shared_gate"})
+# A moment in 8 bits, of a parameter of at least 4,096 elements, a multiple of 256: codes (its shape) uint8 and scale
+# (elements / 256) fp32, `value = table[code] * scale` of its block (arXiv 2110.02861). The table is torchao's.
+PARTS, BLOCK = ("codes", "scale"), 256
 
 
 def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
@@ -67,7 +73,30 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     if config.name == "muon":
         orders = gate_up_orders(model)
         return MuonWithAdamW([muon_group(matrices, config, [orders.get(id(p)) for p in matrices]), *of_adamw])
-    return torch.optim.AdamW(of_adamw) if config.name == "adamw" else make_adamw8bit(of_adamw)
+    return torch.optim.AdamW(of_adamw) if config.name == "adamw" else _make_adamw8bit(of_adamw)
+
+
+def require_torchao() -> None:
+    """ValueError unless torchao is installed."""
+    if find_spec("torchao") is None:
+        raise ValueError("optim.name 'adamw8bit' needs torchao: pip install 'tilemoe[fp8]', or use --optim.name adamw")
+
+
+def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW with moments of a byte, by torchao (the extra ``fp8``); its update is compiled by torch.compile on a GPU.
+
+    ValueError: torchao is not installed.
+    """
+    require_torchao()
+    from torchao.optim import AdamW8bit
+
+    class _AdamW8bit(AdamW8bit):
+        def step(self, closure: Any = None) -> Any:
+            on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"  # for which a compiler may be missing
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                return super().step(closure)
+
+    return _AdamW8bit([group for group in groups if group["params"]])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -87,8 +116,27 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         f"{name}.{key}{part}": tensor
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
-        for part, tensor in parts_of(value).items()
+        for part, tensor in _parts_of(value).items()
     }
+
+
+def _parts_of(moment: Tensor) -> dict[str, Tensor]:
+    """Plain tensors by the end of their name: a moment of codes and scales in parts, any other whole, by ""."""
+    if not hasattr(moment, "codes"):
+        return {"": moment}
+    return {f".{part}": getattr(moment, part) for part in PARTS}
+
+
+def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """The inverse of `_parts_of`; ``name``: "exp_avg", whose codes have a sign, or "exp_avg_sq"."""
+    if "" in parts:
+        return parts[""]
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    codes, is_signed = parts[".codes"], name == "exp_avg"
+    made: Tensor = OptimState8bit.zeros(codes.shape, is_signed, BLOCK, codes.device, torch.float32)
+    made.codes, made.scale = codes, parts[".scale"]  # type: ignore[attr-defined]
+    return made
 
 
 def split_name(full_name: str) -> tuple[str, str, str]:
@@ -110,7 +158,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     for full_name, tensor in tensors.items():
         name, key, part = split_name(full_name)
         parts.setdefault(name, {}).setdefault(key, {})[part] = tensor
-    by_parameter = {name: {key: moment_of(key, each) for key, each in of.items()} for name, of in parts.items()}
+    by_parameter = {name: {key: _moment_of(key, each) for key, each in of.items()} for name, of in parts.items()}
     unknown = set(by_parameter) - set(name_of.values())
     if unknown:
         raise ValueError(f"the optimiser's state has {min(unknown)}, which is no parameter of the model")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
-from tilemoe.train import adamw8bit
+from tilemoe.train import optim
 from tilemoe.train.checkpoints.folder import own_files
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints
 from tilemoe.train.checkpoints.restore import frozen_dtype, make_decoder, select_device
@@ -41,7 +41,7 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
     if recipe.train.dense_precision == "fp8":
         require_torchao()
     if recipe.optim.name == "adamw8bit":
-        adamw8bit.require_torchao()
+        optim.require_torchao()
         if not job.is_alone:
             raise ValueError("optim.name 'adamw8bit' is for one process; use --optim.name adamw, sharded by the job")
     if recipe.lora is not None and recipe.lora.storage != "dense" and not job.is_alone:

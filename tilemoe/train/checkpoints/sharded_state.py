@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from tilemoe.runtime.random import local_part
-from tilemoe.train.adamw8bit import BLOCK
-from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors, split_name
+from tilemoe.train.optim import BLOCK, load_optimizer_tensors, optimizer_tensors, split_name
 
 _MOST_RANDOM_BYTES = 1 << 16  # torch's has 5,056 on a CPU
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
