@@ -20,6 +20,7 @@ from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.expert_parallel import triton_window as window
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.fp8 import words_of_row
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4_double
 from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.kernels.experts.triton import bias_grad
@@ -430,6 +431,12 @@ ROWS: dict[str, Row] = {
     **rows_of("packing", cross_between_processes, (BF16,), (FP16,), (FP32,)),
     **rows_of("whole rows", whole_rows, (1536,), (7168,), (28672,)),
     **rows_of("packed", packed, *((storage, dtype) for storage in WIDTHS_OF_PACKED for dtype in (BF16, FP16, FP32))),
+    "nested scales": Row(
+        recorded(lambda: TritonBackend().whole_scales(quantize_nf4_double(torch.zeros(2, 64, 2048)))),
+        stack=NO_SPILL,
+        amd=True,
+        kernels=frozenset({"nested_scales_kernel"}),
+    ),
     **rows_of("loss", cross_entropy, (100352, BF16), (100352, FP16), (100352, FP32), (50257, BF16), (48, FP32)),
     **rows_of(
         "rotation", rotation, (12, 128, BF16, True), (12, 128, FP32, False), (4, 64, FP16, True), (5, 80, BF16, True)

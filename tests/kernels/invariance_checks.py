@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
@@ -65,15 +65,15 @@ def results(batch: Batch, kernels: str) -> dict[str, Tensor]:
     return {"o": o.detach(), "dx": dx, "ds": ds, "o in inference": inferred}
 
 
-def results_in_4_bit(batch: Batch, kernels: str) -> dict[str, Tensor]:
-    """Of each token: what experts in NF4 under adapters give, and dx; ds is a sum of PyTorch's."""
+def results_in_4_bit(batch: Batch, kernels: str, storage: str) -> dict[str, Tensor]:
+    """Of each token: what experts in 4 bits under adapters give, and dx; ds is a sum of PyTorch's."""
     w1, w2, b1, b2 = batch.weights
     (experts, width, d), n, generator = w1.shape, w2.shape[2], torch.Generator().manual_seed(3)
     shapes = ((experts, 8, d), (experts, width, 8), (experts, 8, n), (experts, d, 8))
     adapters = (0.1 * torch.randn(shape, generator=generator) for shape in shapes)
     x, plan = batch.x.detach().requires_grad_(), plan_topk(batch.ids, experts)
     low_rank = Adapters(*(each.to(x.device, x.dtype) for each in adapters), 0.5)
-    w1, w2 = quantize_nf4(w1), quantize_nf4(w2)
+    w1, w2 = (STORAGES[storage].quantize(weight) for weight in (w1, w2))
     o = moe_lora(x, w1, w2, plan, batch.scores, low_rank, b1=b1, b2=b2, kernels=kernels)
     (dx,) = torch.autograd.grad(o, x, batch.do)
     return {"o": o.detach(), "dx": dx}

@@ -1,4 +1,4 @@
-"""Layers with adapters on experts in NF4 against the torch backend in fp64, on the very weights that each multiplies.
+"""Layers with adapters on experts in 4 bits against the torch backend in fp64, on the weights that each multiplies.
 
 T tokens · d hidden_size
 """
@@ -32,7 +32,8 @@ def in_fp64(layer: MoE) -> MoE:
         weight = experts._frozen(name, lambda t: t)
         decoded = [weight.expert(index, experts.up_a.dtype) for index in range(cfg.num_experts)]
         weights[f"experts.{name}"] = torch.stack(decoded)
-        del weights[f"experts.{name}_codes"], weights[f"experts.{name}_absmax"]
+        for part in weight.tensors:
+            del weights[f"experts.{name}_{part}"]
     exact.load_state_dict(weights)
     return exact
 

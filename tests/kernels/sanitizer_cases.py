@@ -14,8 +14,8 @@ from triton_checks import turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.choose import choose_experts
-from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
@@ -47,10 +47,11 @@ def backends(which: str, dtype: torch.dtype, precision: str) -> list[str]:
     return sorted(name for name in wanted - {"torch"} if backend_named(name).precision == precision)
 
 
-def multiply_in_4_bit(plan: RoutingPlan, dtype: torch.dtype) -> None:
-    """With a weight in NF4 whose blocks run along the contraction, and along the output; neither width fills a tile."""
+def multiply_in_4_bit(plan: RoutingPlan, dtype: torch.dtype, storage: str) -> None:
+    """With a packed weight whose blocks run along the contraction, and along the output; neither width fills a tile."""
     kernels, spec = TritonBackend(), activation_spec("relu", "concatenated", None, None)
-    weight = quantize_nf4(torch.randn(plan.num_experts, 192, 320, device=plan.device))
+    dense = torch.randn(plan.num_experts, 192, 320, device=plan.device)
+    weight = kernels.whole_scales(STORAGES[storage].quantize(dense))
     for each in (weight, weight.transpose(1, 2)):
         _, width_out, width_in = each.shape
         by_token, by_row = (
@@ -76,7 +77,8 @@ def main(which: str) -> None:
             if transposed:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
             if which != "chosen" and precision == "bf16":
-                multiply_in_4_bit(routing.plan, dtype)
+                for storage in STORAGES:
+                    multiply_in_4_bit(routing.plan, dtype, storage)
                 runs += 1
             for kernels in backends(which, dtype, precision):
                 options = {"activation": activation, "gate_up": gate_up, "kernels": kernels, "precision": precision}

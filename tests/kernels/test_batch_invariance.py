@@ -68,9 +68,11 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", exact)
 
 
+@pytest.mark.parametrize("storage", ["nf4", "mxfp4"])
 @pytest.mark.parametrize(("kernels", "sizes", "dtype"), IN_4_BIT)
-def test_experts_in_4_bit_of_any_batch(kernels: str, sizes: Sizes, dtype: torch.dtype) -> None:
-    assert_tokens_keep_their_bits(batch_for(kernels, sizes, dtype), partial(results_in_4_bit, kernels=kernels))
+def test_experts_in_4_bit_of_any_batch(kernels: str, sizes: Sizes, dtype: torch.dtype, storage: str) -> None:
+    run = partial(results_in_4_bit, kernels=kernels, storage=storage)
+    assert_tokens_keep_their_bits(batch_for(kernels, sizes, dtype), run)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of its batches")

@@ -17,7 +17,8 @@ SIZES = Sizes(60, 256, 128, 4, 2)
 RUNS = {
     "own dtype": partial(results, kernels="torch"),
     "FP8": partial(results, kernels="torch_fp8"),
-    "NF4": partial(results_in_4_bit, kernels="torch"),
+    "NF4": partial(results_in_4_bit, kernels="torch", storage="nf4"),
+    "MXFP4": partial(results_in_4_bit, kernels="torch", storage="mxfp4"),
 }
 
 

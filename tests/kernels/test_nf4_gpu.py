@@ -1,4 +1,4 @@
-"""Layers with adapters on experts in NF4 on a GPU: as fp64 on the decoded weights, the same bits each time, no waiting.
+"""Layers with adapters on experts in 4 bits on a GPU: as fp64 on the decoded weights, the same bits, no waiting.
 
 Inputs are random, and fresh each time (`nf4_checks`).
 """
@@ -13,6 +13,7 @@ from gpu_layers import no_host_sync
 from nf4_checks import LIMIT, errors_of, gradients
 
 import tilemoe
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.moe import MoE
 from tilemoe.testing import assert_equal
@@ -27,12 +28,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_layer(dtype: torch.dtype = torch.bfloat16, kernels: str | None = None, **options: Any) -> MoE:
+def make_layer(storage: str, dtype: torch.dtype = torch.bfloat16, kernels: str | None = None, **options: Any) -> MoE:
     torch.manual_seed(0)
     cfg = tilemoe.MoEConfig(D, N, E, K, initializer_range=D**-0.5, **options)
     layer = MoE(cfg, device="cuda", dtype=dtype, kernels=kernels)
     with torch.no_grad():
-        for adapter in add_lora(layer, 16, 16.0, storage="nf4"):
+        for adapter in add_lora(layer, 16, 16.0, storage=storage):
             adapter.copy_(torch.randn_like(adapter) * 0.1)
     return layer
 
@@ -40,14 +41,18 @@ def make_layer(dtype: torch.dtype = torch.bfloat16, kernels: str | None = None, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kernels", [None, "triton", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_that_of_fp64(layout: str, kernels: str | None, dtype: torch.dtype, poisoned_memory: None) -> None:
-    errors = errors_of(make_layer(dtype, kernels, **LAYOUTS[layout]), T)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_step_is_that_of_fp64(
+    storage: str, layout: str, kernels: str | None, dtype: torch.dtype, poisoned_memory: None
+) -> None:
+    errors = errors_of(make_layer(storage, dtype, kernels, **LAYOUTS[layout]), T)
     assert len(errors) == 6
     assert max(errors.values()) < (1e-5 if dtype == torch.float32 else LIMIT), errors
 
 
-def test_the_same_bits_each_time_and_no_waiting() -> None:
-    layer = make_layer()
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_same_bits_each_time_and_no_waiting(storage: str) -> None:
+    layer = make_layer(storage)
     x, do = (torch.randn(T, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     first = gradients(layer, x, None, do)
     with no_host_sync():
@@ -56,12 +61,13 @@ def test_the_same_bits_each_time_and_no_waiting() -> None:
         assert_equal(found, first)
 
 
-def test_no_dense_weight_is_made() -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_no_dense_weight_is_made(storage: str) -> None:
     """The peak of a step on the weights of many idle experts."""
     torch.manual_seed(0)
     layer = MoE(tilemoe.MoEConfig(2048, 1024, 64, 2), device="cuda", dtype=torch.bfloat16)
     dense = sum(weight.nbytes for weight in (layer.experts.w1, layer.experts.w2))
-    add_lora(layer, 8, 8.0, storage="nf4")
+    add_lora(layer, 8, 8.0, storage=storage)
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
     gradients(layer, x, None, x)
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from triton_checks import DEVICE, DTYPES, INTERPRETED, every_third
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight, quantize_mxfp4
-from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4, quantize_nf4_double
 from tilemoe.kernels.experts.formats.packed import PackedWeight, Weight
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
@@ -137,3 +137,14 @@ def test_exponents_of_mxfp4_to_the_smallest_and_largest() -> None:
     plan = plan_topk(torch.arange(experts, device=DEVICE).view(-1, 1), experts)
     found = TritonBackend().up_proj_dgrad(torch.eye(experts, 32, device=DEVICE), weight, plan)
     assert_equal(found, torch.stack([weight.expert(index, torch.float32)[index] for index in range(experts)]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(2, 96, 192), (1, 64, 64 * 257), (3, 1, 64)])
+def test_doubly_quantised_scales_are_the_formats(shape: tuple[int, int, int], transposed: bool) -> None:
+    """To the bit: blocks of 256 that end inside a row, in a tail, and before the first ends."""
+    found = frozen(*shape, quantize=quantize_nf4_double, transposed=False)
+    found = found.transpose(1, 2) if transposed else found
+    whole, expected = TritonBackend().whole_scales(found), found.with_whole_scales()
+    assert_equal(whole.scales, expected.scales)
+    assert whole.shape == found.shape

@@ -249,10 +249,10 @@ def make_net_with_adapters(dtype: torch.dtype) -> Net:
 
 
 def make_net_in_4_bit(dtype: torch.dtype) -> Net:
-    """Experts in NF4, whose blocks are 64 wide."""
+    """Experts in doubly quantised NF4, whose blocks are 64 wide."""
     torch.manual_seed(0)
     wide = partial(replace, hidden_size=64, intermediate_size=128, initializer_range=0.1)
-    return with_adapters(Net(MoE(wide(OTHER)), wide(CFG)), storage="nf4").to(device_of_rank(), dtype)
+    return with_adapters(Net(MoE(wide(OTHER)), wide(CFG)), storage="nf4_double").to(device_of_rank(), dtype)
 
 
 def with_adapters(net: Net, **options: Any) -> Net:

@@ -15,12 +15,15 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import empty_weight_grad
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
+from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.kernels.experts.triton import bias_grad, gemm_packed, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, why_unsupported
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows
+from tilemoe.kernels.experts.triton.formats.packed import with_whole_scales
 from tilemoe.kernels.experts.triton.formats.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
@@ -62,6 +65,9 @@ class TritonBackend(Backend):
         if isinstance(w1, Tensor):
             return super().up_proj(x, w1, b1, plan, spec)
         return _times_packed(aligned_rows(x), plan.token_of_row, w1.transpose(1, 2), b1, plan)
+
+    def whole_scales(self, weight: PackedWeight) -> PackedWeight:
+        return with_whole_scales(weight) if isinstance(weight, Nf4Weight) else super().whole_scales(weight)
 
     def quantize_h(self, h: Tensor) -> Operand:
         why = why_no_e4m3(h.device)

@@ -1,18 +1,58 @@
-"""The loads of 4-bit weights: values of codes, and factors of scales, by format.
+"""The loads of 4-bit weights: values of codes, and factors of scales, by format; NF4's scales from a byte each.
 
-BN, BK tile
+E experts · p, q a weight's last two dimensions, as stored · m = p q / 64 scales of an expert
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from tilemoe.kernels.experts.formats import mxfp4, nf4
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
+from tilemoe.kernels.launching import launch_of
+from tilemoe.runtime.launch import ceil_div
 
+_NESTED = tl.constexpr(nf4.nested_values())
+_NESTED_BLOCK = tl.constexpr(nf4.NESTED_BLOCK)
+_NESTED_BLOCKS = 16  # of a program, which makes the table of values first
 _NF4 = tl.constexpr(nf4.CODES)
 _MXFP4 = tl.constexpr(mxfp4.VALUES)
+
+
+def with_whole_scales(weight: Nf4Weight) -> Nf4Weight:
+    """As `Nf4Weight.with_whole_scales`, without its temporaries: scales (E, p, q / 64) fp32."""
+    if weight.nested is None:
+        return weight
+    stored = weight if weight.blocked == 2 else weight.transpose(1, 2)
+    absmax, nested = stored.absmax.contiguous(), weight.nested
+    out = torch.empty(absmax.shape, dtype=torch.float32, device=absmax.device)
+    experts, count = absmax.shape[0], absmax[0].numel()
+    grid = (ceil_div(count, _NESTED_BLOCKS * nf4.NESTED_BLOCK), experts)
+    args = (absmax, nested, out, count, nested.stride(0))
+    launch_of(nested_scales_kernel, grid, args, {"BLOCKS": _NESTED_BLOCKS}, num_warps=8).run()
+    out.add_(nested[:, :1, None])  # apart: in one kernel it would be fused with the product, and not rounded in between
+    whole = Nf4Weight(stored.codes, out)
+    return whole if weight.blocked == 2 else whole.transpose(1, 2)
+
+
+@triton.jit
+def nested_scales_kernel(absmax, nested, out, count, stride_nested, BLOCKS: tl.constexpr):
+    """out (E, count) fp32: the values of absmax's bytes times nested's scale of each 256, before the mean is added."""
+    expert = tl.program_id(1).to(tl.int64)
+    absmax, out, nested = absmax + expert * count, out + expert * count, nested + expert * stride_nested + 1
+    value = tl.arange(0, 256)
+    table = tl.zeros((256,), tl.float32)
+    for code in tl.static_range(256):
+        table = tl.where(value == code, _NESTED[code], table)
+    for block in tl.range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS):
+        index = block * _NESTED_BLOCK + tl.arange(0, _NESTED_BLOCK)
+        inside = index < count
+        codes = tl.load(absmax + index, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(nested + block, mask=block * _NESTED_BLOCK < count, other=0.0)
+        tl.store(out + index, tl.gather(table, codes, 0) * scale, mask=inside)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The operator on frozen weights in NF4 against itself on their decoded values; what it keeps; what it refuses."""
+"""The operator on frozen weights in 4 bits against itself on their decoded values; what it keeps; what it refuses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts import registry
-from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
+from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops import experts as library
 from tilemoe.ops import lora
@@ -27,21 +29,22 @@ D, N = 128, 64
 PLAN = plan_of()
 
 
-def frozen(weight: Tensor, transposed: bool) -> Nf4Weight:
-    return quantize_nf4(weight.transpose(1, 2)).transpose(1, 2) if transposed else quantize_nf4(weight)
+def frozen(weight: Tensor, storage: str, transposed: bool) -> PackedWeight:
+    quantize = STORAGES[storage].quantize
+    return quantize(weight.transpose(1, 2)).transpose(1, 2) if transposed else quantize(weight)
 
 
-def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
+def decoded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """As a tensor that is stored in the same order."""
     stored = weight if weight.blocked == 2 else weight.transpose(1, 2)
     dense = torch.stack([stored.expert(index, dtype) for index in range(stored.shape[0])])
     return dense if weight.blocked == 2 else dense.transpose(1, 2)
 
 
-def given(plan: RoutingPlan, case: str, dtype: torch.dtype) -> tuple[dict[str, Any], Adapters]:
-    """Arguments of `moe_lora`, w1 and w2 in NF4, of "oai" with blocks along the output."""
+def given(plan: RoutingPlan, case: str, dtype: torch.dtype, storage: str = "nf4") -> tuple[dict[str, Any], Adapters]:
+    """Arguments of `moe_lora`, w1 and w2 in 4 bits, of "oai" with blocks along the output."""
     found, adapters = given_dense(plan, case, dtype, D, N)
-    return found | {name: frozen(found[name], case == "oai") for name in ("w1", "w2")}, adapters
+    return found | {name: frozen(found[name], storage, case == "oai") for name in ("w1", "w2")}, adapters
 
 
 def run(arguments: dict[str, Any], adapters: Adapters, how: Any = moe_lora) -> list[Tensor]:
@@ -54,20 +57,22 @@ def run(arguments: dict[str, Any], adapters: Adapters, how: Any = moe_lora) -> l
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_hostile_routings_are_bit_equal_to_dense_weights(routing: str, case: str) -> None:
+    storage = list(STORAGES)[(list(ROUTINGS).index(routing) + list(CASES).index(case)) % len(STORAGES)]
     for dtype in (torch.float64, torch.bfloat16):
-        arguments, adapters = given(ROUTINGS[routing], case, dtype)
+        arguments, adapters = given(ROUTINGS[routing], case, dtype, storage)
         dense = {name: decoded(arguments[name], dtype) for name in ("w1", "w2")}
         with poisoned_memory():
             found, expected = run(arguments, adapters), run(arguments | dense, adapters)
         assert_equal(found, expected, dtype)
 
 
-def test_weights_in_nf4_are_saved_as_they_are() -> None:
-    arguments, adapters = given(PLAN, "swiglu", torch.bfloat16)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_weights_are_saved_as_they_are_stored(storage: str) -> None:
+    arguments, adapters = given(PLAN, "swiglu", torch.bfloat16, storage)
     with saved_tensors() as saved:
         moe_lora(**arguments, adapters=adapters)
     kept = {tensor.untyped_storage().data_ptr() for tensor in saved}
-    alive = [part for name in ("w1", "w2") for part in (arguments[name].codes, arguments[name].absmax)]
+    alive = [part for name in ("w1", "w2") for part in arguments[name].tensors.values()]
     assert {each.untyped_storage().data_ptr() for each in alive} < kept
     assert max(tensor.nbytes for tensor in saved) == arguments["w1"].codes.nbytes, "and nothing is larger"
 
@@ -79,23 +84,24 @@ def test_autocast_decodes_to_its_own_dtype() -> None:
         assert_equal(moe_lora(**wide, adapters=adapters), moe_lora(**arguments, adapters=adapters))
 
 
-def test_compiled_whole() -> None:
-    arguments, adapters = given(PLAN, "oai", torch.float32)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_compiled_whole(storage: str) -> None:
+    arguments, adapters = given(PLAN, "oai", torch.float32, storage)
     compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
     assert_equal(run(arguments, adapters, compiled), run(arguments, adapters))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_opcheck(case: str) -> None:
-    arguments, adapters = given(PLAN, case, torch.float32)
+@pytest.mark.parametrize(("case", "storage"), list(zip(CASES, STORAGES, strict=True)))
+def test_opcheck(case: str, storage: str) -> None:
+    arguments, adapters = given(PLAN, case, torch.float32, storage)
     spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
     routed = (PLAN, spec, backend_named("torch"))
     tail = library.ROUTED.flatten(routed)
     w1, w2 = arguments["w1"], arguments["w2"]
     scores = arguments["scores"].detach().reshape(-1).requires_grad_()
     matrices = (arguments["x"], w1.codes, w2.codes, scores, *adapters[:4])
-    scales, biases = (w1.absmax, None, w2.absmax, None), (arguments.get("b1"), arguments.get("b2"))
-    options = ("nf4 nf4", SCALE)
+    scales, biases = (*lora._parts(w1)[1:], *lora._parts(w2)[1:]), (arguments.get("b1"), arguments.get("b2"))
+    options = (f"{w1.name} {w2.name}", SCALE)
     torch.library.opcheck(lora._forward.registered, (*matrices, *biases, *scales, *options, *tail))
     detached = tuple(t.detach() for t in matrices)
     o, h, u = lora._forward(*detached, *biases, *scales, *options, *routed)
@@ -141,8 +147,13 @@ def test_what_is_refused_is_named(changes: dict[str, Any], message: str, monkeyp
         moe_lora(**arguments, adapters=adapters)
 
 
-def test_layers_of_one_kind_and_another_go_together() -> None:
-    """w1 in NF4, w2 dense."""
-    arguments, adapters = given(PLAN, "swiglu", torch.float64)
+@pytest.mark.parametrize("storage", ["dense", "nf4_double"])
+def test_layers_of_one_kind_and_another_go_together(storage: str) -> None:
+    """w1 in MXFP4, w2 in another kind."""
+    arguments, adapters = given(PLAN, "swiglu", torch.float64, "mxfp4")
     dense = {name: decoded(arguments[name], torch.float64) for name in ("w1", "w2")}
-    assert_equal(run(arguments | {"w2": dense["w2"]}, adapters), run(arguments | dense, adapters))
+    w2 = dense["w2"]
+    if storage != "dense":
+        w2 = frozen(dense["w2"], storage, transposed=False)
+        dense["w2"] = decoded(w2, torch.float64)
+    assert_equal(run(arguments | {"w2": w2}, adapters), run(arguments | dense, adapters))
