@@ -58,11 +58,14 @@ def test_moments_and_correlations() -> None:
 
 
 @pytest.mark.parametrize("shape", [(130, 129), (3, 7, 64), (50,)])
-def test_chunks_and_dtypes_change_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_dtypes_and_strides_change_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(*shape)
     assert torch.equal(drawn(*shape, dtype=torch.bfloat16), whole.bfloat16())
     monkeypatch.setitem(random._CHUNK, "cpu", 200)
     assert torch.equal(drawn(*shape), whole)
+    turned = torch.empty(*shape[:-2], *shape[-2:][::-1]).transpose(-1, -2) if len(shape) > 1 else torch.empty(shape)
+    normal_(turned, 1.0, seeded())
+    assert torch.equal(turned, whole)
 
 
 def test_a_part_is_drawn_as_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

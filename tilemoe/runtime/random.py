@@ -56,17 +56,20 @@ def _fill(weight: Tensor, value: Callable[[Tensor], Tensor], generator: torch.Ge
         return
     *leading, columns = local.shape
     rows = torch.zeros((), dtype=torch.int64, device=local.device)  # each row's index in the whole weight
-    for size, start, whole in zip(leading, starts, weight.shape, strict=False):
-        rows = (rows.unsqueeze(-1) * whole) + torch.arange(start, start + size, device=local.device)
+    for size, start, extent in zip(leading, starts, weight.shape, strict=False):
+        rows = (rows.unsqueeze(-1) * extent) + torch.arange(start, start + size, device=local.device)
     seeds = _mix64(rows.flatten() * _signed(0x9E3779B97F4A7C15, 64) + key.to(local.device))
     seeds = seeds.view(torch.int32).view(-1, 2)
     first = starts[-1] if starts else 0
     column = torch.arange(first, first + columns, dtype=torch.int32, device=local.device) * _signed(0x9E3779B9, 32)
-    matrix = local.view(-1, columns)
+    whole = local.contiguous()
+    matrix = whole.view(-1, columns)
     step = max(1, _CHUNK.get(local.device.type, _LARGEST_CHUNK) // columns)
     for begin in range(0, matrix.shape[0], step):
         of_rows = seeds[begin : begin + step]
         matrix[begin : begin + step] = value(_mix32(column + of_rows[:, :1], of_rows[:, 1:]))
+    if whole is not local:
+        local.copy_(whole)
 
 
 def local_part(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
