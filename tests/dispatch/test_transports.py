@@ -16,6 +16,7 @@ from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.collective import Collective
 from tilemoe.dispatch.window import Windows, symmetric_memory, why_unsupported
 from tilemoe.kernels.expert_parallel.triton_window import HEADER_BYTES, MAX_RANKS, Limits, layout_of, most_received
+from tilemoe.ops.window import OpenWindow
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -161,6 +162,23 @@ def test_what_a_layer_has_room_for(opened: list[int], monkeypatch: pytest.Monkey
     monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [mine, (2000, 16000, 0, 1, 2048), mine])
     own.with_room(300, 2400, 1, 4096)
     assert first.rows == other.rows == own._usual > 13568, "what layers received of fewer tokens says nothing"
+
+
+def test_an_exchange_on_another_stream_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in the capture of a graph, which could not wait for it."""
+    waits: list[tuple[str, str]] = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            waits.append((self, other))
+
+    view = SimpleNamespace(state=SimpleNamespace(is_cuda=True, device=GPU))
+    opened = OpenWindow("planted", view, None)  # type: ignore[arg-type]
+    for stream, captures in (("a", False), ("a", False), ("b", False), ("c", True), ("b", False), ("a", False)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: Stream(stream))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        opened.follow()
+    assert waits == [("b", "a"), ("a", "b")]
 
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

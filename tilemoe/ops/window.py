@@ -4,7 +4,8 @@ T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that th
 a rank · d model width
 
 Each operator is one exchange (`tilemoe.kernels.expert_parallel.triton_window`); all ranks run the same ones in the same
-order. No value is read on the host, so they may be part of a CUDA graph, or of one of torch.compile.
+order, on one stream or on several. No value is read on the host, so they may be part of a CUDA graph, or of one of
+torch.compile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,20 @@ class OpenWindow:
 
     def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
         self.name, self.view, self._memory = name, view, memory
+        self._stream: torch.cuda.Stream | None = None  # of the last exchange
         _OPEN[name] = self
+
+    def follow(self) -> None:
+        """The current stream waits for the one that the last exchange was on; none may overtake another.
+
+        Not while a graph is captured, which must not wait for a stream outside: that is its caller's, as is a replay.
+        """
+        if not self.view.state.is_cuda or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.view.state.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
 
 _OPEN: WeakValueDictionary[str, OpenWindow] = WeakValueDictionary()
@@ -46,6 +60,8 @@ class _WindowArguments(Arguments):
     """(..., precision, window) to a schema's arguments and back."""
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not torch.compiler.is_compiling():
+            args[-1].follow()
         view = args[-1].view
         return (*args[:-1], view.addresses, view.state, view.alarm, view.here, view.limits)
 
