@@ -81,6 +81,12 @@ def windows_of(by: Transports) -> Windows:
     return found
 
 
+def view_of(by: Transports) -> window.Window:
+    found = windows_of(by)._window
+    assert found is not None
+    return found.view
+
+
 def forward(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL) -> tuple[Tensor, list[Tensor]]:
     """(o, the leaves that need gradients)"""
     w1, w2, *_ = make_weights(torch.float32).of(experts_of(dist.get_rank()))
@@ -284,7 +290,7 @@ def check_numbers_of_exchanges_that_wrap() -> None:
     """2^31 exchanges later they are negative."""
     by, given, want = by_files(), batch(1), expected(batch(1))
     assert are_equal(step(by, given), want)
-    view = windows_of(by)._view()
+    view = view_of(by)
     last = int(view.state[window.LAST.value])
     dist.barrier()
     begin = 2**31 - 1 - 5
@@ -361,7 +367,7 @@ def check_one_rank_has_more_tokens_than_there_is_room_for() -> None:
             with pytest.raises(ValueError, match=r"this process has 6 tokens, of 18 pairs, where .* for 5 and 15"):
                 forward(by, given)
             rows = torch.zeros(own.rows, D)
-            window.put_results(own._view(), rows, None, torch.zeros(4, dtype=torch.int32))  # the others wait for it
+            window.put_results(view_of(by), rows, None, torch.zeros(4, dtype=torch.int32))  # the others wait for it
         else:
             assert bool(forward(by, given)[0].isnan().all())
         assert own.needed()[:2] == (0, 6)

@@ -235,12 +235,20 @@ class Windows:
         rows, tokens, layer = self.needed()
         if rows or tokens:
             self._clear()
-            raise ValueError(self._problem(rows, tokens, layer))
+            room = self._limits.tokens
+            raise ValueError(
+                f"a process had {tokens} tokens, and those that share its experts have room for {room}"
+                if tokens
+                else f"a process would have received {rows} rows in layer {layer}, more than it has room for: outputs "
+                "of that step are NaN; take fewer tokens, or exchange='collective' (--parallel.exchange collective)"
+            )
 
     def grow(self, rows: int, layer: int | None = None) -> None:
         """Room for ``rows`` pairs and an eighth more, or for all that there are: a larger window, if this one is too
         small. layer: that has it; None: all have. All ranks must call it. RuntimeError: they have no memory for it.
         """
+        if self._window is None:
+            return  # there is room for the first batch, whatever it is
         self._clear()
         wanted = self._at_most_all(_rounded(rows + rows // 8))
         self._widen(wanted)
@@ -315,7 +323,8 @@ class Windows:
         """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's
         own.
         """
-        view = self._view()
+        assert self._window is not None, "it has no room for them"
+        view = self._window.view
         index = torch.zeros((view.layout.tokens - view.layout.sizes) // 4, dtype=torch.int32)
         index[2 * self.ranks : 2 * self.ranks + 2] = torch.tensor([tokens, pairs])
         put_tokens(view, view.state.new_empty(0, 1), index.to(self._device), self.rows)
@@ -326,20 +335,6 @@ class Windows:
         """Forget what did not fit."""
         self.overflow().zero_()
         self._alarm[:] = 0
-
-    def _view(self) -> Window:
-        assert self._window is not None, "there is a window"
-        return self._window.view
-
-    def _problem(self, rows: int, tokens: int, layer: int) -> str:
-        if tokens:
-            return (
-                f"a process had {tokens} tokens, and those that share its experts have room for {self._limits.tokens}"
-            )
-        return (
-            f"a process would have received {rows} rows in layer {layer}, more than it has room for: outputs of that "
-            "step are NaN; take fewer tokens, or exchange='collective' (--parallel.exchange collective)"
-        )
 
 
 def _rounded(count: int) -> int:

@@ -10,6 +10,7 @@ torch.compile.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -70,9 +71,6 @@ class _WindowArguments(Arguments):
 
     def unflatten(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*flat[:-1], _OPEN[flat[-1]])
-
-
-_ARGUMENTS = _WindowArguments()
 
 
 def _to_experts(
@@ -217,39 +215,30 @@ def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
 
 _PLACES = "Tensor agreed, Tensor counts, Tensor token_of_received, Tensor copy_of_token, Tensor position_of_pair"
 _INDICES = ", ".join(["Tensor"] * 11)
-to_experts = Operator(
+_ARGUMENTS = _WindowArguments()
+_operator = partial(Operator, arguments=_ARGUMENTS, compiles_first=False)
+to_experts = _operator(
     "to_experts",
     _to_experts,
     "(Tensor x, Tensor scores, Tensor row_of_pair, Tensor pair_of_row, Tensor? pair_start_of_token, "
     "Tensor row_start_of_expert, Tensor layer, SymInt room, str precision, str window) -> "
     f"(Tensor, Tensor, {_INDICES})",
     _to_experts_fake,
-    _ARGUMENTS,
-    compiles_first=False,
 )
-gradients_home = Operator(
+gradients_home = _operator(
     "gradients_home",
     _gradients_home,
     f"(Tensor dx, Tensor ds, {_PLACES}, str window) -> (Tensor, Tensor)",
     _gradients_home_fake,
-    _ARGUMENTS,
-    compiles_first=False,
 )
-from_experts = Operator(
-    "from_experts",
-    _from_experts,
-    f"(Tensor o, {_PLACES}, str precision, str window) -> Tensor",
-    _from_experts_fake,
-    _ARGUMENTS,
-    compiles_first=False,
+from_experts = _operator(
+    "from_experts", _from_experts, f"(Tensor o, {_PLACES}, str precision, str window) -> Tensor", _from_experts_fake
 )
-to_experts_again = Operator(
+to_experts_again = _operator(
     "to_experts_again",
     _to_experts_again,
     f"(Tensor x, {_PLACES}, str precision, str window) -> Tensor",
     _to_experts_again_fake,
-    _ARGUMENTS,
-    compiles_first=False,
 )
 to_experts.register_autograd(_to_experts_backward, _save_to_experts)
 from_experts.register_autograd(_from_experts_backward, _save_from_experts)

@@ -215,18 +215,8 @@ def pull_rows(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, toke
     out = like.new_empty(token_of_received.shape[0], width)
     if out.numel() == 0:
         return out
-    columns = min(power_of_two(width), _BLOCK)
-    args = (
-        window.addresses,
-        agreed,
-        counts,
-        token_of_received,
-        out,
-        len(out),
-        width,
-        window.layout.tokens,
-        window.here,
-    )
+    columns, sizes = min(power_of_two(width), _BLOCK), (len(out), width, window.layout.tokens, window.here)
+    args = (window.addresses, agreed, counts, token_of_received, out, *sizes)
     constants = {"RANKS": window.ranks, "ROWS": max(1, _BLOCK // columns), "BLOCK_D": columns}
     grid = ceil_div(_CTAS_PER_SM * device.multiprocessors, window.ranks) * window.ranks
     launch_of(pull_rows_kernel, (grid,), args, constants, num_warps=4).run()
