@@ -40,6 +40,9 @@ class TensorMemory:
         require(start >= 0 and start + length <= self.shape[-1], "slice outside tensor memory")
         return TensorMemory(self.data.narrow(-1, start, length), self.column + start, self.emulator)
 
+    def slices(self, width: int) -> TensorMemory:
+        return TensorMemory(self.data.unflatten(-1, (-1, width)).transpose(0, 1), self.column, self.emulator)
+
     def load(self, layout: Any = None) -> Registers:
         self.emulator.require_access(self)
         value = self.data.clone().as_subclass(Registers)
@@ -85,6 +88,8 @@ class BlackwellEmulator(Emulator):
             "tcgen05_commit": self.commit,
             "tma_gather": self.gather,
             "tmem_load": TensorMemory.load,
+            "tmem_slices": TensorMemory.slices,
+            "tmem_zeros": lambda view: torch.zeros(view.shape).as_subclass(Registers),
         }
 
     def run(self, launch: Launch) -> None:

@@ -24,6 +24,9 @@ ACC_FULL = "mbarrier.wait(acc_full.index(tile % ACCUMULATORS), (tile // ACCUMULA
 ACC_EMPTY = "mbarrier.wait(acc_empty.index(buffer), ((tile // ACCUMULATORS) & 1) ^ 1)"
 COMMITTED = "mbarriers=[empty.index(stage)]"
 STORED = "tma.store_wait(0)"
+SLICES, COLUMNS = "for i in range(SLICES):", "for i in range(BN // EPILOGUE_N):"
+RELEASE = "release_accumulator(accumulators, tile)\n        "
+EARLY = f"{ANY}|{PROTOCOL}"
 # The mainloop and both of its ends, in every GEMM.
 OF_ALL: dict[str, Fault] = {
     "a stage is filled while it is read": ("producer_acquire", "mbarrier.wait(empty.", "(empty.", ANY),
@@ -70,12 +73,7 @@ STAGED: dict[str, Fault] = {
 }
 OF_ACT: dict[str, Fault] = {
     "a gather of the first columns": ("row_producer", "token, k, full", "token, 0, full", NUMBERS),
-    "up_proj releases an accumulator early": (
-        "blackwell.gemm_gather_act.act_slice",
-        "if IS_LAST:",
-        "if i == 0:",
-        READY,
-    ),
+    "up_proj releases an accumulator before it reads it, too": ("act_epilogue", SLICES, f"{RELEASE}{SLICES}", EARLY),
     "up_proj ends before its stores": ("act_epilogue", STORED, "pass", UNFINISHED),
     "up_proj stays with an accumulator": ("act_epilogue", "tile += 1", "pass", READY),
 }
@@ -129,7 +127,7 @@ OF_WGRAD: dict[str, Fault] = {
     "one staging buffer": ("wgrad_epilogue", "staging.index(i % 2)", "staging.index(0)", NUMBERS),
 }  # fmt: skip
 OF_DOWN: dict[str, Fault] = {
-    "it releases an accumulator early": ("rows_epilogue", "if i == BN // EPILOGUE_N - 1:", "if i == 0:", READY),
+    "it releases an accumulator before it reads it, too": ("rows_epilogue", COLUMNS, f"{RELEASE}{COLUMNS}", EARLY),
     "it ends before its stores": ("rows_epilogue", STORED, "pass", UNFINISHED),
     "it stays with an accumulator": ("rows_epilogue", "tile += 1", "pass", READY),
 }
@@ -149,24 +147,27 @@ OF_DACT: dict[str, Fault] = {
         "blackwell.gemm_dgrad_dact.dact_slice", "(step + H_STAGES - 1) % H_STAGES", "stage", ANY,
     ),
     "h's first stage is released before": (
-        "blackwell.gemm_dgrad_dact.dact_slice", "pred=step > 0", "pred=True", PROTOCOL,
+        "blackwell.gemm_dgrad_dact.dact_slice", "pred=step > 0", "pred=True", EARLY,
     ),
     "a buffer is overwritten while it is stored": ("blackwell.gemm_dgrad_dact.dact_slice", STORED, "pass", NUMBERS),
     "dh without a fence": ("blackwell.gemm_dgrad_dact.dact_slice", "fence_async_shared()", "pass", FENCE),
-    "it releases an accumulator early": (
-        "blackwell.gemm_dgrad_dact.dact_slice", "elif i == BN // EPILOGUE_N - 1:", "elif i == 0:", READY,
+    "it releases an accumulator before it reads it, too": (
+        "blackwell.gemm_dgrad_dact.dact_epilogue", COLUMNS, f"{RELEASE}{COLUMNS}", EARLY,
     ),
     "it ends before its stores": ("blackwell.gemm_dgrad_dact.dact_epilogue", STORED, "pass", UNFINISHED),
     "it stays with an accumulator": ("blackwell.gemm_dgrad_dact.dact_epilogue", "tile += 1", "pass", READY),
     "h's steps begin again": ("blackwell.gemm_dgrad_dact.dact_epilogue", "step += BN // EPILOGUE_N", "pass", ANY),
-    "partial sums of rows past the end": (
-        "blackwell.gemm_dgrad_dact.dact_epilogue", "mask=stored < end",
-        "mask=stored < capacity", f"{NUMBERS}|{ANOTHER}",
+    "partial sums without an expert's last row": (
+        "blackwell.gemm_dgrad_dact.dact_epilogue", "mask=stored < end", "mask=stored < end - 1", NUMBERS,
     ),
 }  # fmt: skip
 # Of each group the case, the kernel of its layer that the faults are in, and whether its rows come by cp.async.
 GROUPS: dict[str, tuple[Case, str, bool, dict[str, Fault]]] = {
     "up_proj": (SWIGLU, "up_proj_act_kernel", False, {**OF_ALL, **OF_ROWS, **STAGED, **OF_ACT}),
+    "down_proj": (BIAS, "gemm_rows_kernel", False, {**OF_ALL, **OF_ROWS, **STAGED, **OF_DOWN}),
+    "down_proj_dgrad": (SWIGLU, "gemm_dgrad_dact_kernel", False, {**OF_ALL, **OF_ROWS, **OF_DACT}),
+    "down_proj_dgrad, interleaved": (INTERLEAVED, "gemm_dgrad_dact_kernel", False, OF_DACT),
+    "down_proj_dgrad, ungated": (UNGATED, "gemm_dgrad_dact_kernel", False, OF_DACT),
     "up_proj by copies": (SWIGLU, "up_proj_act_kernel", True, OF_COPIES),
     "wgrad": (SWIGLU, "gemm_wgrad_kernel", False, {**OF_ALL, **OF_WGRAD}),
     "wgrad by copies": (SWIGLU, "gemm_wgrad_kernel", True, OF_COPIES),

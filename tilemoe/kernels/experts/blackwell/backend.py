@@ -17,9 +17,9 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts import selftest
 from tilemoe.kernels.experts.blackwell import configs, host, serves
-from tilemoe.kernels.experts.formats.operand import GemmOperand
+from tilemoe.kernels.experts.formats.operand import GemmOperand, WeightOperand
 from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
-from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe_rows, has_aligned_rows
 from tilemoe.kernels.experts.triton.host import split_parts
@@ -47,6 +47,32 @@ class BlackwellBackend(TritonBackend):
         launch, a, h = host.up_proj_act_launch(x, w1, bias, plan, tiles, spec, keep_h, device)
         launch.run()
         return a, h
+
+    def down_proj_dgrad_dact(
+        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = _device(do, plan, *w2.shape[1:])
+        if device is None or not (
+            has_aligned_rows(do) and describable_weight(w2, device) and can_describe_rows(device, h)
+        ):
+            return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+        tiles = listed_tiles(plan, configs.BLOCK_M)
+        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, tiles, spec, device)
+        launch.run()
+        return dh, score_grad(partial, do, b2, s, plan, tiles, configs.BLOCK_M), a_scaled
+
+    def _rows(
+        self, kernel: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
+    ) -> Tensor:
+        if not (isinstance(rows, Tensor) and isinstance(weight, Tensor)):
+            return super()._rows(kernel, rows, weight, bias, plan)
+        device = _device(rows, plan, *weight.shape[1:])
+        if device is None or not (can_describe_rows(device, rows) and describable_weight(weight, device)):
+            return super()._rows(kernel, rows, weight, bias, plan)
+        tiles, bias = listed_tiles(plan, configs.BLOCK_M), None if bias is None else aligned_rows(bias)
+        launch, out = host.rows_launch(kernel, rows, weight, bias, plan, tiles, device)
+        launch.run()
+        return out
 
     def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
         return False  # gather4 cannot put the columns of ones beside x's that would sum dh

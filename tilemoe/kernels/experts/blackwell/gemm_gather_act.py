@@ -1,7 +1,7 @@
 """up_proj fused with the activation: ``h = x w1^T + b1, a = act(h)``, its rows gathered by token.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
-BM, BN tile
+BN columns of a tile
 
 Layouts of the weight, of a tile's columns and of h are those of `hopper.gemm_gather_act`; the roles are those of
 `pipeline`. The epilogue takes a tile's accumulator in slices of 64 columns of a, each from one slice of h, or two.
@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tilemoe.kernels.experts.blackwell.gluon_compat import tmem_slices
 from tilemoe.kernels.experts.blackwell.pipeline import (
-    BM,
     EPILOGUE_N,
     load_slice,
     new_accumulators,
@@ -27,71 +27,72 @@ from tilemoe.kernels.experts.blackwell.pipeline import (
     store_staged,
     wait_accumulator,
 )
+from tilemoe.kernels.experts.hopper.gemm_gather_act import pairs_value, ungated_value
 from tilemoe.kernels.experts.hopper.pipeline import RAGGED_EXTENT, fence_and_store, tile_coords
-from tilemoe.kernels.experts.triton.activations import gated_value, inner
+from tilemoe.kernels.experts.triton.activations import gated_value
 
 HALF = gl.constexpr(EPILOGUE_N.value // 2)
 
 
 @gluon.jit
-def store_pairs(descriptor, place, first, second, limit, alpha, staging, count: gl.constexpr, ACTIVATION: gl.constexpr):
+def store_pairs(descriptor, place, first, second, limit, alpha, staging, count, ACTIVATION: gl.constexpr):
     """As `store_staged`, of a slice of a that two slices of interleaved gate and up make."""
     tma.store_wait(1)
     buffer = staging.index(count % 2)
     for i in gl.static_range(2):
-        pairs = first if i == 0 else second
-        gate, up = pairs.reshape([BM, HALF, 2]).split()
-        value = gated_value(gate, up, limit, alpha, ACTIVATION, False)
+        value = pairs_value(first if i == 0 else second, limit, alpha, ACTIVATION)
         buffer.slice(i * HALF, HALF, 1).store(value.to(descriptor.dtype))
     fence_and_store(descriptor, place, buffer)
 
 
 @gluon.jit
 def load_h(
-    acc, i: gl.constexpr, PART: gl.constexpr, bias, expert, stride_bias, col, n,
+    slices, i, PART: gl.constexpr, bias, expert, stride_bias, col, n,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
     """The first (PART 0) or the second slice of h that the ``i``-th slice of a tile's a is made of; the bias added."""
-    IN_HALVES: gl.constexpr = GATE_UP == "concatenated" and B_K_MAJOR
-    SLICE: gl.constexpr = i if GATE_UP == "none" else i + PART * (BN // EPILOGUE_N // 2) if IN_HALVES else 2 * i + PART
-    START: gl.constexpr = SLICE * EPILOGUE_N
-    column = PART * n + col + i * EPILOGUE_N if GATE_UP == "concatenated" else col + START
-    return load_slice(acc, START, bias, expert, stride_bias, column, n if GATE_UP == "none" else 2 * n)
+    if GATE_UP == "none":
+        index, column = i, col + i * EPILOGUE_N
+    elif GATE_UP == "interleaved":
+        index, column = 2 * i + PART, col + (2 * i + PART) * EPILOGUE_N
+    else:
+        index, column = (
+            PART * (BN // EPILOGUE_N // 2) + i if B_K_MAJOR else 2 * i + PART,
+            PART * n + col + i * EPILOGUE_N,
+        )
+    return load_slice(slices, index, bias, expert, stride_bias, column, n if GATE_UP == "none" else 2 * n)
 
 
 @gluon.jit
 def act_slice(
-    acc, i: gl.constexpr, a, h, bias, stride_bias, expert, row, end, col, n, limit, alpha, accumulators, tile, staging,
+    slices, i, a, h, bias, stride_bias, expert, row, end, col, n, limit, alpha, staging,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
-    IS_LAST: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of the ``i``-th slice of a tile's a: add the bias, store h (if KEEP_H) and act(h)."""
-    first = load_h(acc, i, 0, bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
+    first = load_h(slices, i, 0, bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
     if GATE_UP != "none":
-        second = load_h(acc, i, 1, bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
-    if IS_LAST:
-        release_accumulator(accumulators, tile)
+        second = load_h(slices, i, 1, bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
     last = RAGGED_EXTENT - end + row
     column = col + (2 * i if GATE_UP == "interleaved" else i) * EPILOGUE_N
     H_STORES: gl.constexpr = 0 if not KEEP_H else 1 if GATE_UP == "none" else 2
-    COUNT: gl.constexpr = (H_STORES + 1) * i
+    count = (H_STORES + 1) * i
     if KEEP_H:
         if GATE_UP == "concatenated":
-            store_staged(h, [RAGGED_EXTENT, end, last, 0, column], first, staging, COUNT)
-            store_staged(h, [RAGGED_EXTENT, end, last, 1, column], second, staging, COUNT + 1)
+            store_staged(h, [RAGGED_EXTENT, end, last, 0, column], first, staging, count)
+            store_staged(h, [RAGGED_EXTENT, end, last, 1, column], second, staging, count + 1)
         else:
-            store_staged(h, [RAGGED_EXTENT, end, last, column], first, staging, COUNT)
+            store_staged(h, [RAGGED_EXTENT, end, last, column], first, staging, count)
         if GATE_UP == "interleaved":
-            store_staged(h, [RAGGED_EXTENT, end, last, column + EPILOGUE_N], second, staging, COUNT + 1)
+            store_staged(h, [RAGGED_EXTENT, end, last, column + EPILOGUE_N], second, staging, count + 1)
     if GATE_UP == "interleaved":
         place = [RAGGED_EXTENT, end, last, column // 2]
-        store_pairs(a, place, first, second, limit, alpha, staging, COUNT + H_STORES, ACTIVATION)
+        store_pairs(a, place, first, second, limit, alpha, staging, count + H_STORES, ACTIVATION)
     else:
         if GATE_UP == "none":
-            value, _slope = inner(first, ACTIVATION, False)
+            value = ungated_value(first, ACTIVATION)
         else:
             value = gated_value(first, second, limit, alpha, ACTIVATION, False)
-        store_staged(a, [RAGGED_EXTENT, end, last, column], value, staging, COUNT + H_STORES)
+        store_staged(a, [RAGGED_EXTENT, end, last, column], value, staging, count + H_STORES)
 
 
 @gluon.jit
@@ -105,12 +106,13 @@ def act_epilogue(
     tile = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, COLUMNS, BAND)
-        acc = wait_accumulator(accumulators, tile)
-        for i in gl.static_range(SLICES):
+        slices = tmem_slices(wait_accumulator(accumulators, tile), EPILOGUE_N)
+        for i in range(SLICES):
             act_slice(
-                acc, i, a, h, bias, stride_bias, expert, row, end, col, n, limit, alpha, accumulators, tile, staging,
-                BN, B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H, i == SLICES - 1,
+                slices, i, a, h, bias, stride_bias, expert, row, end, col, n, limit, alpha, staging,
+                BN, B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H,
             )  # fmt: skip
+        release_accumulator(accumulators, tile)
         tile += 1  # noqa: SIM113
     tma.store_wait(0)
 

@@ -1,7 +1,9 @@
 """Gluon functions for tensor memory and gather4 that differ between Triton 3.6 and 3.9, under one name.
 
-tmem_load    all of a view of tensor memory, in registers of the calling warps: a thread has columns of one row
-tma_gather   TMA gather4: rows of a descriptor's tensor, by their numbers, to shared memory
+tma_gather    TMA gather4: rows of a descriptor's tensor, by their numbers, to shared memory
+tmem_load     all of a view of tensor memory, in registers of the calling warps: a thread has columns of one row
+tmem_zeros    zeros in the same registers
+tmem_slices   a view (rows, columns) of tensor memory as (columns / WIDTH, rows, WIDTH)
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,16 +17,33 @@ from triton.experimental.gluon.language.nvidia import blackwell
 
 tma_gather = blackwell.tma.async_gather
 
-# Triton 3.6 is to be told the registers' layout; later releases find it.
+# Triton 3.6 has a function for the registers' layout, later releases a method.
 register_layout: Any = getattr(blackwell, "get_tmem_reg_layout", None)
-_IS_TOLD = gl.constexpr(register_layout is not None)
+_IS_FUNCTION = gl.constexpr(register_layout is not None)
+_memory = blackwell.tensor_memory_descriptor
+_reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 
 
 @gluon.jit
 def tmem_load(view):
-    if _IS_TOLD:
+    if _IS_FUNCTION:
         layout: gl.constexpr = register_layout(gl.float32, view.shape, view.layout, gl.num_warps())
-        value = view.load(layout)
     else:
-        value = view.load()
-    return value
+        layout: gl.constexpr = view.get_reg_layout()
+    return view.load(layout)
+
+
+@gluon.jit
+def tmem_zeros(view):
+    if _IS_FUNCTION:
+        layout: gl.constexpr = register_layout(gl.float32, view.shape, view.layout, gl.num_warps())
+    else:
+        layout: gl.constexpr = view.get_reg_layout()
+    shape: gl.constexpr = view.shape
+    return gl.zeros(shape, gl.float32, layout)
+
+
+@gluon.jit
+def tmem_slices(view, WIDTH: gl.constexpr):
+    layout: gl.constexpr = blackwell.TensorMemoryLayout([view.shape[0], WIDTH], col_stride=1)
+    return _reinterpret(view, gl.float32, [view.shape[1] // WIDTH, view.shape[0], WIDTH], layout)

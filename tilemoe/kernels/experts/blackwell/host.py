@@ -21,17 +21,21 @@ from tilemoe.kernels.experts.blackwell.configs import (
     TILES,
     TileConfig,
 )
+from tilemoe.kernels.experts.blackwell.gemm_dgrad_dact import gemm_dgrad_dact_kernel
 from tilemoe.kernels.experts.blackwell.gemm_gather_act import up_proj_act_kernel
+from tilemoe.kernels.experts.blackwell.gemm_rows import gemm_rows_kernel
 from tilemoe.kernels.experts.blackwell.gemm_wgrad import gemm_wgrad_kernel
 from tilemoe.kernels.experts.hopper.descriptors import (
     described,
     gradient_descriptor,
+    h_descriptors,
+    h_output,
     ragged_descriptor,
     weight_descriptor,
 )
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.descriptors import can_describe
-from tilemoe.kernels.experts.triton.host import act_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
@@ -59,20 +63,83 @@ def up_proj_act_launch(
     a, h = act_outputs(x, plan, spec, n, keep_h)
     right, k_major = weight_descriptor(weight, tile.block_n // parts)
     source, access = gathered(x, device)
-    operands = (source, right, b1, ragged_descriptor(a, _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None)
+    operands = (
+        source,
+        right,
+        b1,
+        ragged_descriptor(a, _EPILOGUE_BLOCK),
+        h_output(h, parts, n, BLOCK_M) if keep_h else None,
+    )
     strides = (x.stride(0), 0 if b1 is None else b1.stride(0))
     args = (*operands, plan.token_of_row, *tiles, d, n, *strides, spec.limit, spec.alpha)
     column_tiles = ceil_div(width, tile.block_n // parts)
-    constants = {
+    constants = _activation_constants("up_proj_act", spec, k_major, column_tiles, d, access) | {"KEEP_H": keep_h}
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    return blackwell_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
+
+
+def rows_launch(
+    kernel: Kernel,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    device: Device,
+) -> tuple[Launch, Tensor]:
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
+    p or q contiguous, plus bias (E, q), q contiguous."""
+    tile, (p, q) = TILES[kernel], weight.shape[1:]
+    out = rows.new_empty(plan.capacity, q)
+    right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
+    operands = (described(rows, [BLOCK_M, BLOCK_K]), right, bias, ragged_descriptor(out, _EPILOGUE_BLOCK))
+    args = (*operands, *tiles, p, q, 0 if bias is None else bias.stride(0))
+    column_tiles = ceil_div(q, tile.block_n)
+    constants = {"B_K_MAJOR": k_major, "BAND": band_tiles(kernel, column_tiles, p)}
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    return blackwell_launch(gemm_rows_kernel, grid, args, constants, tile), out
+
+
+def dgrad_dact_launch(
+    do: Tensor,
+    w2: Tensor,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor, Tensor]:
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n), d or
+    n contiguous.
+
+    partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
+    """
+    tile, (d, n) = TILES["down_proj_dgrad_dact"], w2.shape[1:]
+    column_tiles = ceil_div(n, tile.block_n)
+    dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
+    right, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
+    from_h, to_dh = h_descriptors(h, dh, n, spec, BLOCK_M)
+    source, access = gathered(do, device)
+    operands = (source, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
+    sizes = (plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
+    args = (*operands, plan.token_of_row, plan.pair_of_row, *tiles, *sizes)
+    constants = _activation_constants("down_proj_dgrad_dact", spec, k_major, column_tiles, d, access)
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    return blackwell_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
+
+
+def _activation_constants(
+    kernel: Kernel, spec: ActivationSpec, k_major: bool, column_tiles: int, contraction: int, access: str
+) -> dict[str, Any]:
+    """Constants of up_proj and down_proj_dgrad. GATE_UP: "none" where the activation has no gate."""
+    return {
         "ACTIVATION": spec.name,
         "GATE_UP": gate_up_layout(spec) or "none",
         "B_K_MAJOR": k_major,
-        "BAND": band_tiles("up_proj_act", column_tiles, d),
-        "KEEP_H": keep_h,
+        "BAND": band_tiles(kernel, column_tiles, contraction),
         "ACCESS": access,
     }
-    grid = persistent_grid(device, tiles.capacity * column_tiles)
-    return blackwell_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
 
 
 def wgrad_launch(
@@ -98,13 +165,6 @@ def gathered(source: Tensor, device: Device) -> tuple[Any, str]:
     if can_describe(source, device):
         return described(source, [1, BLOCK_K]), "gather"
     return source, "copy"  # rows that overlap, as those of an expanded vector do
-
-
-def h_output(h: Tensor, parts: int, n: int) -> Any:
-    """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts."""
-    if parts == 2:
-        return ragged_descriptor(h.unflatten(1, (2, n)), [BLOCK_M, 1, EPILOGUE_N])
-    return ragged_descriptor(h, _EPILOGUE_BLOCK)
 
 
 def blackwell_launch(

@@ -205,22 +205,22 @@ def wait_accumulator(accumulators, tile):
 
 @gluon.jit
 def release_accumulator(accumulators, tile):
-    """Once all of it is in registers."""
+    """Once all of it has been read."""
     _acc, _acc_full, acc_empty = accumulators
     mbarrier.arrive(acc_empty.index(tile % ACCUMULATORS), count=1)
 
 
 @gluon.jit
-def load_slice(acc, start: gl.constexpr, bias, expert, stride_bias, column, width):
-    """EPILOGUE_N columns of an accumulator from ``start`` on, plus ``bias``, if any, from ``column`` on."""
-    value = tmem_load(acc.slice(start, EPILOGUE_N))
+def load_slice(slices, index, bias, expert, stride_bias, column, width):
+    """One of an accumulator's slices (BM, EPILOGUE_N), plus ``bias``, if any, from ``column`` on."""
+    value = tmem_load(slices.index(index))
     if bias is not None:
         value = add_bias(value, bias, expert, stride_bias, column, width)
     return value
 
 
 @gluon.jit
-def store_staged(descriptor, place, value, staging, count: gl.constexpr):
+def store_staged(descriptor, place, value, staging, count):
     """Start the ``count``-th TMA store of a tile, through the staging buffer whose turn it is; of an even number."""
     tma.store_wait(1)
     store_slice(descriptor, place, value, staging.index(count % 2))

@@ -11,9 +11,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.hopper.configs import ADDED_N, BLOCK_K, EPILOGUE_N
 from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT
+from tilemoe.kernels.experts.triton.host import gate_up_layout
 
 
 def described(t: Tensor, block: list[int]) -> TensorDescriptor:
@@ -52,6 +54,26 @@ def ragged_descriptor(rows: Tensor, block: list[int], rows_at: int = 0) -> Tenso
     return TensorDescriptor(
         rows, shape, [2**34 - stride, stride, *rows.stride()], block, _swizzled(rows.element_size(), len(block))
     )
+
+
+def h_output(h: Tensor, parts: int, n: int, rows: int) -> TensorDescriptor:
+    """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts, to store ``rows``."""
+    if parts == 2:
+        return ragged_descriptor(h.unflatten(1, (2, n)), [rows, 1, EPILOGUE_N])
+    return ragged_descriptor(h, [rows, EPILOGUE_N])
+
+
+def h_descriptors(
+    h: Tensor, dh: Tensor, n: int, spec: ActivationSpec, rows: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """(descriptor that down_proj_dgrad reads h by, ragged one that it writes dh by); concatenated gate and up: one box
+    of both."""
+    block = [rows, EPILOGUE_N]
+    if gate_up_layout(spec) != "concatenated":
+        return described(h, block), ragged_descriptor(dh, block)
+    h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
+    block = [2, *block]
+    return described(h, block), ragged_descriptor(dh, block, rows_at=1)
 
 
 @cache

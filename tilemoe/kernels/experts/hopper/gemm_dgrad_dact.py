@@ -104,14 +104,14 @@ def interleaved_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVAT
 
 @gluon.jit
 def interleaved_half_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a of half a slice, da' (64, EPILOGUE_N / 2); ``buffer``'s pairs of gate and up are overwritten with gradients."""
-    both: gl.constexpr = gl.join(da, da).reshape([WARPGROUP_M, EPILOGUE_N]).type.layout
+    """a of half a slice, da' (M, EPILOGUE_N / 2); ``buffer``'s pairs of gate and up are overwritten with gradients."""
+    both: gl.constexpr = gl.join(da, da).reshape([da.shape[0], EPILOGUE_N]).type.layout
     gate, up = deinterleave(buffer.load(both), EPILOGUE_N)
     gate = gl.convert_layout(gate.to(gl.float32), da.type.layout)
     up = gl.convert_layout(up.to(gl.float32), da.type.layout)
     scale = gl.convert_layout(score, gl.SliceLayout(1, da.type.layout))
     a, dgate, dup = gated_grad(gate, up, da * scale[:, None], limit, alpha, ACTIVATION, False)
-    buffer.store(gl.join(dgate.to(buffer.dtype), dup.to(buffer.dtype)).reshape([WARPGROUP_M, EPILOGUE_N]))
+    buffer.store(gl.join(dgate.to(buffer.dtype), dup.to(buffer.dtype)).reshape([da.shape[0], EPILOGUE_N]))
     return a
 
 

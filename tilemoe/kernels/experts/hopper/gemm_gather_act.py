@@ -287,7 +287,7 @@ def store_quantized_act(
 
 @gluon.jit
 def pairs_value(pairs, limit, alpha, ACTIVATION: gl.constexpr):
-    """a (WARPGROUP_M, EPILOGUE_N / 2) of a slice of interleaved gate and up."""
+    """a (M, EPILOGUE_N / 2) of a slice of interleaved gate and up."""
     gate, up = deinterleave(pairs, EPILOGUE_N)
     return gated_value(gate, up, limit, alpha, ACTIVATION, False)
 

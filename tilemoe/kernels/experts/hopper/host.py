@@ -27,6 +27,8 @@ from tilemoe.kernels.experts.hopper.configs import (
 from tilemoe.kernels.experts.hopper.descriptors import (
     described,
     gradient_descriptor,
+    h_descriptors,
+    h_output,
     ragged_descriptor,
     weight_descriptor,
 )
@@ -119,7 +121,7 @@ def up_proj_act_launch(
     columns = tile.block_n // parts
     column_tiles = ceil_div(width, columns)
     right, k_major = weight_descriptor(weight, columns)
-    to_a, to_h = ragged_descriptor(_moved(a), _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
+    to_a, to_h = ragged_descriptor(_moved(a), _EPILOGUE_BLOCK), h_output(h, parts, n, WARPGROUP_M) if keep_h else None
     operands = (source, _scale(x), right, _scale(w1), b1, to_a, _scale(a), to_h)
     strides = (_gathered_stride(x), _scale_strides(w1)[0], _row_stride(b1))
     indices = (plan.token_of_row, *tiles, plan.tile_counter)
@@ -150,7 +152,7 @@ def dgrad_dact_launch(
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
-    from_h, to_dh = h_descriptors(h, dh, n, spec)
+    from_h, to_dh = h_descriptors(h, dh, n, spec, WARPGROUP_M)
     operands = (source, _scale(do), right, _scale(w2), from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK))
     indices = (plan.token_of_row, plan.pair_of_row, *tiles, plan.tile_counter)
     strides = (_gathered_stride(do), _scale_strides(w2)[0])
@@ -274,23 +276,6 @@ def _gather_constants(
         "B_K_MAJOR": k_major,
         "EVEN_K": width_in % BLOCK_K == 0,
     }
-
-
-def h_output(h: Tensor, parts: int, n: int) -> Any:
-    """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts."""
-    if parts == 2:
-        return ragged_descriptor(h.unflatten(1, (2, n)), [WARPGROUP_M, 1, EPILOGUE_N])
-    return ragged_descriptor(h, _EPILOGUE_BLOCK)
-
-
-def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[Any, Any]:
-    """(descriptor that down_proj_dgrad reads h by, ragged one that it writes dh by); concatenated gate and up: one box
-    of both."""
-    if gate_up_layout(spec) != "concatenated":
-        return described(h, _EPILOGUE_BLOCK), ragged_descriptor(dh, _EPILOGUE_BLOCK)
-    h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
-    block = [2, *_EPILOGUE_BLOCK]
-    return described(h, block), ragged_descriptor(dh, block, rows_at=1)
 
 
 def _row_stride(bias: Tensor | None) -> int:

@@ -403,8 +403,8 @@ def epilogue_slices(value, N: gl.constexpr):
 
 @gluon.jit
 def deinterleave(value, N: gl.constexpr):
-    """The even and the odd columns of (WARPGROUP_M, N). No data moves: a thread holds both columns of a pair."""
-    return value.reshape([WARPGROUP_M, N // 2, 2]).split()
+    """The even and the odd columns of a tile of N. No data moves: a thread holds both columns of a pair."""
+    return value.reshape([value.shape[0], N // 2, 2]).split()
 
 
 @gluon.jit
