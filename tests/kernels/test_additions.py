@@ -6,11 +6,13 @@ The format is `toy_format`, with its load; the architecture is `toy_architecture
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import toy_architecture
 import toy_format
+from toy_format import Int4Weight, quantize_int4
 
 from tilemoe.cli.doctor import _choices
 from tilemoe.config import PRECISIONS, MoEConfig
@@ -18,6 +20,11 @@ from tilemoe.kernels import choose
 from tilemoe.kernels.choose import choose_experts, select_kernels
 from tilemoe.kernels.experts import registry, table
 from tilemoe.kernels.experts.table import TORCH, Row
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.layers import lora as lora_layer
+from tilemoe.layers.lora import add_lora
+from tilemoe.layers.moe import MoE
+from tilemoe.ops import lora as lora_ops
 from tilemoe.ops import moe as moe_module
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
@@ -96,3 +103,27 @@ def test_the_format_trains_on_both_architectures(compiled: bool) -> None:
         assert error < 0.03, name
     assert not torch.equal(found["o"], plain["o"])
     assert_equal({"o": found["o"]}, {"o": moe(plan=PLAN, precision="int8", kernels="toy_int8", **INPUTS)})
+
+
+def test_a_format_of_frozen_experts_trains_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are those of dense experts; none of the layer and the operator names it."""
+    row = table.Storage(Int4Weight, quantize_int4, ("codes", "powers"))
+    monkeypatch.setattr(lora_layer, "STORAGES", {"int4": row})
+    monkeypatch.setattr(lora_ops, "PACKED", {"int4": Int4Weight})
+    monkeypatch.setattr(TorchBackend, "packed", {"int4": "not tested"})
+    layer, dense = (MoE(replace(CFG, hidden_size=16, intermediate_size=16), kernels="torch") for _ in range(2))
+    add_lora(dense, 2, 4.0)
+    add_lora(layer, 2, 4.0, storage="int4")
+    state = {
+        name: tensor for name, tensor in layer.state_dict().items() if "codes" not in name and "powers" not in name
+    }
+    for name in ("w1", "w2"):
+        weight = layer.experts._frozen(name, lambda t: t)
+        state[f"experts.{name}"] = torch.stack([weight.expert(index, FP32) for index in range(5)])
+    dense.load_state_dict(state)
+    x = torch.randn(12, 16)
+    for each in (layer, dense):
+        each(x).hidden.square().sum().backward()
+    grads = [{name: p.grad for name, p in each.named_parameters() if p.requires_grad} for each in (layer, dense)]
+    assert len(grads[0]) == 4
+    assert_equal(*grads)
