@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import quantize_experts
@@ -115,4 +116,22 @@ def check_expert_parallel() -> None:
         torch.testing.assert_close(grad / dist.get_world_size(), want, rtol=1e-4, atol=1e-6)
 
 
-CHECKS = [check_expert_parallel, check_fsdp, check_fsdp_of_transposed_weights, check_mixed_precision_casts_no_scale]
+def check_ddp() -> None:
+    """It averages the adapters' gradients and leaves the weights alone."""
+    ids = torch.randint(3, VOCAB, (2 * dist.get_world_size(), 9), generator=torch.Generator().manual_seed(0))
+    alone, model = model_of("qwen3_moe"), model_of("qwen3_moe")
+    loss_of(alone, ids).backward()
+    copies = DistributedDataParallel(model)
+    loss_of(copies, ids.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+    for name, parameter in alone.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+CHECKS = [
+    check_ddp,
+    check_expert_parallel,
+    check_fsdp,
+    check_fsdp_of_transposed_weights,
+    check_mixed_precision_casts_no_scale,
+]

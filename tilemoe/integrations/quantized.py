@@ -37,6 +37,8 @@ from tilemoe.integrations.transformers import NAME, experts_modules, is_experts_
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.kernels.experts.table import STORAGES
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks
+
 
 class TilemoeConfig(QuantizationConfigMixin):
     """``quantization_config=`` of `from_pretrained`: experts in 4 bit, computed by tilemoe.
@@ -226,6 +228,7 @@ class TilemoeQuantizer(HfQuantizer):
                     raise ValueError(f"the folder has no weights {name}.{weight}; save or download it again")
         if self.linear is not None and self.linear_at_once is None:
             _quantize_linear(model, self.linear)
+        vars(model)[_IGNORED] = _left_out_of_ddp(model)
         vars(model)["is_loaded_in_4bit"] = self.linear is not None  # of bitsandbytes, which transformers imports then
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -302,6 +305,17 @@ def _routers(model: nn.Module) -> set[str]:
         for beside, each in model.get_submodule(block).named_modules():
             if isinstance(each, nn.Linear) and each.out_features == experts:
                 found.add(f"{block}.{beside}")
+    return found
+
+
+def _left_out_of_ddp(model: nn.Module) -> list[str]:
+    """The names of the weights in 4 bit, bare and as PEFT wraps them; DistributedDataParallel would broadcast them."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            module, _, key = name.rpartition(".")
+            wrapped = (f"{module}{'.base_layer' * wrappers}.{key}" for wrappers in range(3))
+            found += [f"{prefix}{each}" for each in wrapped for prefix in ("", "base_model.model.")]
     return found
 
 
