@@ -55,6 +55,19 @@ def test_json_is_a_row_of_results_with_what_the_lines_say(run: Run) -> None:
     assert 0 < row["self_test_seconds"] < 60
 
 
+def test_a_bug_report_has_the_machine_in_a_block(run: Run, fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEBUG", "1")
+    monkeypatch.setenv("API_TOKEN", "hidden")
+    status, out, _ = run("doctor", "--report", "--no-self-test")
+    before, block, after = out.split("```")
+    assert (status, before.count("### "), after) == (0, 2, "\n")
+    assert f"commit {record.commit()}" in block
+    assert "\nTRITON_DEBUG=1\n" in block
+    assert "experts in bfloat16: torch (plain PyTorch" in block
+    assert "hidden" not in out
+    assert "leave one of them out" in fails("doctor", "--report", "--json")
+
+
 def test_json_of_a_machine_that_is_not_usable_or_not_tried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = run("doctor", "--json", "--no-self-test")
     found = json.loads(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from tilemoe.config import GATED_ACTIVATIONS, MoEConfig
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
+_VARIABLES = ("TILEMOE_", "TRITON_", "CUDA_VISIBLE_DEVICES")  # beginnings of those that change what runs
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -26,6 +28,7 @@ class DoctorOptions:
     tokens: int = 4096  # per call
     self_test: bool = True  # compute on each device: about eight seconds per GPU, minutes on a B200
     json: bool = False  # print one line of JSON, with the commit and the machine, as in results/*.jsonl
+    report: bool = False  # print Markdown for a bug report: this machine, and what is for you to say
     backend: str | None = None  # self-test this one alone, a name or module:Class, and print its verdict as JSON
     device: str = "cuda"  # for --backend
     seconds: int = 600  # for --backend: the process is ended when they have passed
@@ -43,6 +46,8 @@ def run(arguments: Sequence[str]) -> None:
         return
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
+    if options.json and options.report:
+        raise ValueError("--json and --report print the same in two forms; leave one of them out")
     preset = preset_named("--preset", options.preset)
 
     import torch
@@ -52,6 +57,8 @@ def run(arguments: Sequence[str]) -> None:
 
     driver = doctor_checks.driver()
     found = _machine(preset, options.tokens, driver)
+    if options.report:
+        print("\n".join(_report_lines(provenance())))
     if not options.json:
         print("\n".join(_machine_lines(found)))
     start = time.perf_counter()
@@ -65,6 +72,8 @@ def run(arguments: Sequence[str]) -> None:
         "usable": not fatal if fatal or options.self_test else None,  # None: not tried
     }
     print(json.dumps(found | provenance()) if options.json else "\n".join(_finding_lines(found)))
+    if options.report:
+        print("```")
     if fatal:
         raise ValueError(f"{len(fatal)} of the findings above keep this machine from being used; do what they say")
 
@@ -88,6 +97,18 @@ def _machine(preset: str, tokens: int, driver: str | None) -> dict[str, Any]:
             for device in devices
         },
     }
+
+
+def _report_lines(where: dict[str, Any]) -> list[str]:
+    """The beginning of a bug report, up to the block that has the rest of what is printed."""
+    return [
+        "### What happens, and what should\n",
+        "(the shortest script or command, and the whole error)\n",
+        "### Where\n",
+        "```text",
+        ", ".join(f"{name} {value}" for name, value in where.items()),
+        *(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)),
+    ]
 
 
 def _machine_lines(found: dict[str, Any]) -> list[str]:
