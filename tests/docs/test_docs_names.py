@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import tilemoe
 from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -74,6 +75,18 @@ def test_the_page_of_architecture_says_where_to_add() -> None:
     for what in ("a format of operands", "an architecture", "an epilogue", "a data source", "an optimiser"):
         (row,) = (line for line in seams.splitlines() if line.startswith(f"| {what} |"))
         assert [name for path, name in NAME.findall(row) if missing(path, name) is None], what
+
+
+def test_whatever_works_with_others_names_what_shows_it() -> None:
+    rows = re.findall(r"^\| (.+?) \| (yes|no|untested)\b(.*)$", prose(ROOT / "docs" / "with.md"), re.M)
+    assert len(rows) > 20
+    shown = {name for name, _, rest in rows if re.search(r"`tests/[\w/]+\.py:(test|check)_\w+`", rest)}
+    assert {name for name, works, _ in rows if works == "yes"} <= shown
+
+
+def test_the_citation_is_of_this_version() -> None:
+    told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (told["version"], told["license"]) == (tilemoe.__version__, "Apache-2.0")
 
 
 @pytest.mark.parametrize("page", PAGES + HISTORY, ids=lambda page: str(page.relative_to(ROOT)))
