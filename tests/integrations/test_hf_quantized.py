@@ -1,18 +1,22 @@
 """transformers' experts in 4 bit compute what the dequantised model computes, and PEFT trains adapters on them."""
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import COMMON, FAMILIES, Family, tokens
+from helpers import assert_near
+from hf_models import COMMON, FAMILIES, Family, T, experts, routing, tokens
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from test_hf_gates import REFUSED, every_class
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
-from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
+from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights, weight_names
 from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.testing import assert_equal
 
@@ -213,3 +217,25 @@ def test_experts_that_cannot_be_in_4_bit_are_left_as_they_are(family: str, more:
         quantize_experts(model)
     assert "\n" not in str(error.value)
     assert not list(quantized_weights(model))
+
+
+@pytest.mark.parametrize("name", sorted(every_class().keys() - REFUSED))
+def test_every_class_computes_and_gives_gradients(name: str) -> None:
+    """One module of each, as the layer of a model, with adapters on both weights."""
+    kind = getattr(importlib.import_module(every_class()[name]), name)
+    wide = dict.fromkeys(("hidden_size", "moe_hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
+    integration.register()
+    model = nn.ModuleDict({"experts": experts(kind, **wide)})
+    assert quantize_experts(model) == 1
+    names = [f"experts.{name}" for name in weight_names(model["experts"])]
+    peft = adapted(model, target_parameters=names)
+    x, ids, scores = torch.randn(T, 64, generator=torch.Generator().manual_seed(0)), *routing()[1:]
+
+    def found() -> list[Tensor]:
+        module, parameters = peft.base_model.model["experts"], [p for p in peft.parameters() if p.requires_grad]
+        out = module(x, ids, scores)
+        return [out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), parameters)]
+
+    in_4_bit = found()
+    dequantize_experts(model)
+    assert_near(in_4_bit, found(), 1e-5)
