@@ -104,7 +104,7 @@ def use(model: nn.Module) -> int:
     owners = _owners(model)
     owned = {module for owner in owners for module in owner.modules()}
     for module in modules.values():
-        _weights(module)
+        _stored_weights(module)
         activation_of(module)
         if module not in owned and module.config._experts_implementation != NAME:  # type: ignore[union-attr]
             raise ValueError(
@@ -181,7 +181,7 @@ def check_experts(module: nn.Module) -> None:
         raise ValueError(
             f"{name_of(module)} is divided by transformers' own expert parallelism; load it without distributed_config"
         )
-    _weights(module)
+    _stored_weights(module)
     activation_of(module)
 
 
@@ -200,7 +200,7 @@ def _dispatcher_of(module: nn.Module) -> Dispatcher:
 
 
 class _Weights(NamedTuple):
-    """Views in tilemoe's shapes: w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d)."""
+    """In tilemoe's shapes w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d)."""
 
     w1: Tensor
     w2: Tensor
@@ -209,7 +209,18 @@ class _Weights(NamedTuple):
 
 
 def _weights(module: nn.Module) -> _Weights:
-    """The module's weights; ValueError if they, or what is done with them, are not what tilemoe computes."""
+    """The module's weights in tilemoe's shapes, as views; ValueError as `_stored_weights`."""
+    w1, w2, b1, b2 = _stored_weights(module)
+    if getattr(module, "is_transposed", False):
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    return _Weights(w1, w2, b1, b2)
+
+
+def _stored_weights(module: nn.Module) -> _Weights:
+    """The module's weights as they lie, which before a forward FSDP and ZeRO-3 may keep without shape or memory.
+
+    ValueError: they, or what is done with them, are not what tilemoe computes.
+    """
     if getattr(module, "has_post_expert_norm", False):
         raise refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
     up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
@@ -217,9 +228,6 @@ def _weights(module: nn.Module) -> _Weights:
     w1, w2 = _weight(module, up), _weight(module, "down_proj")
     b1 = _weight(module, f"{up}_bias") if has_bias else None
     b2 = _weight(module, "down_proj_bias") if has_bias else None
-    # Before a forward, FSDP and ZeRO-3 may keep shards without these dimensions.
-    if getattr(module, "is_transposed", False) and w1.ndim == w2.ndim == 3:
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     return _Weights(w1, w2, b1, b2)
 
 
