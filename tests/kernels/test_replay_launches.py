@@ -291,7 +291,7 @@ def test_operators_that_add_in_place_are_not_recorded() -> None:
         x, w1, w2, s, b1, b2, _, _, *tail = case.args("moe")
         shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
         adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
-        args = (x, w1, w2, s, *adapters, b1, b2, None, None, 0.5, *tail)
+        args = (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", 0.5, *tail)
         expected = watch(lora._run, args)[0].events  # first: it compiles
         assert watch(run, args)[0].events == expected
     assert recordings(run) == [None]
