@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from tilemoe.kernels.experts.hopper.descriptors import described
 from tilemoe.kernels.experts.hopper.gluon_compat import cp_async, tma_load, tma_store
-from tilemoe.kernels.launching import launch_of
-from tilemoe.runtime.launch import Launch
+from tilemoe.runtime.launch import Launch, launch_of
 
 M, N, K, TOKENS = 256, 96, 144, 50
 BM, BK, BN, STAGES = (gl.constexpr(value) for value in (64, 64, 32, 2))

@@ -75,6 +75,21 @@ class Launch:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
+def launch_of(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 1,
+    max_registers: int | None = None,
+) -> Launch:
+    """``args``: values of the kernel's leading parameters, in its order. ``constants``: all the others, by name."""
+    names = kernel.arg_names
+    assert len(args) + len(constants) == len(names), "each parameter has one value"
+    return Launch(kernel, grid, dict(zip(names, args, strict=False)), constants, num_warps, num_stages, max_registers)
+
+
 @cache
 def _compiled(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any, ...], Any]:
     """What has been launched of ``kernel`` on a device, by all that its compilation depends on; filled by `Launch`."""

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.expert_parallel.torch import Routed
-from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan.triton import (
     MAX_EXPERTS,
     MAX_PAIRS,
@@ -29,7 +28,7 @@ from tilemoe.kernels.plan.triton import (
     row_start_launch,
 )
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
+from tilemoe.runtime.launch import ceil_div, int32_vectors, launch_of, power_of_two
 
 MAX_RANKS = 64  # counts of all of a token's destinations are kept in registers
 _TOKENS = 64  # most tokens of a block that is sent

@@ -33,10 +33,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.expert_parallel.triton import place_received_kernel
-from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan.triton import block_start_launch, experts_of_block, pairs_of_block, row_start_launch
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
+from tilemoe.runtime.launch import ceil_div, int32_vectors, launch_of, power_of_two
 
 MAX_RANKS = 16
 # Indices of ``state``: the last exchange; CTAs that are done; the last exchange that used each region; what did not

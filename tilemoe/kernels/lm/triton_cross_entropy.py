@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import power_of_two
+from tilemoe.runtime.launch import launch_of, power_of_two
 
 _BLOCK = 8192  # 16-bit logits that a CTA holds at a time; half as many of 32 bits
 _LOWEST = tl.constexpr(-3.4028234e38)  # lowest finite fp32

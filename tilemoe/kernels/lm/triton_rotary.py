@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import ceil_div, power_of_two
+from tilemoe.runtime.launch import ceil_div, launch_of, power_of_two
 
 _ELEMENTS = 2048  # most elements per CTA, unless a single head has more
 

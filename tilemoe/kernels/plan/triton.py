@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan.torch import Index, new_index
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, launch_of, power_of_two
 
 MAX_EXPERTS = 4096  # a block's histogram is kept in shared memory
 MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, must fit in int32

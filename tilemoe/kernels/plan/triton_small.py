@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan import triton as triton_plan
 from tilemoe.kernels.plan.torch import Index, new_index
 from tilemoe.kernels.plan.triton import expert_of_pair
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, launch_of, power_of_two
 
 # With more, counting all pairs in every CTA takes longer than the three further launches of `plan.triton`.
 MAX_PAIRS = 4096

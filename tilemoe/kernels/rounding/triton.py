@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.rounding.triton_grad import grad_kernel
 from tilemoe.kernels.rounding.triton_kernels import (
     count_kernel,
@@ -33,7 +32,7 @@ from tilemoe.kernels.rounding.triton_kernels import (
 )
 from tilemoe.kernels.rounding.triton_topk import TOKENS
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, launch_of, power_of_two
 
 _TOKENS = int(TOKENS)
 MAX_EXPERTS = 4096  # as in the router's selection; `ADDED_PAIR` is above every expert

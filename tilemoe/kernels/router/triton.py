@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.router.triton_kernels import select_grad_kernel, select_kernel
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, contiguous, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, contiguous, launch_of, power_of_two
 
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 32

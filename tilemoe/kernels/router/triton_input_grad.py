@@ -14,9 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilemoe.kernels.experts.triton.descriptors import can_describe_rows
-from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import ceil_div, power_of_two
+from tilemoe.runtime.launch import ceil_div, launch_of, power_of_two
 
 # Small enough for several CTAs per SM, since it is memory-bound (measured on an H200).
 _BLOCK_M, _BLOCK_N = 128, 128

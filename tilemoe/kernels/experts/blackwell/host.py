@@ -36,10 +36,9 @@ from tilemoe.kernels.experts.hopper.descriptors import (
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.descriptors import can_describe
 from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
 _EPILOGUE_BLOCK = [BLOCK_M, EPILOGUE_N]
 

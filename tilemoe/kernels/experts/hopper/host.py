@@ -46,10 +46,9 @@ from tilemoe.kernels.experts.triton.host import (
     ones_beside,
     split_parts,
 )
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
 _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 

@@ -26,10 +26,9 @@ from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, rows_a
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks
 from tilemoe.kernels.experts.triton.operands import line_pointers, multiply_add
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of, power_of_two
 
 _LOWER_SCALE = tl.constexpr(2048.0)  # factor of a score's lower part, which would otherwise underflow in fp16
 _FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import ceil_div, power_of_two
+from tilemoe.runtime.launch import ceil_div, launch_of, power_of_two
 
 _MAX_UNROLL = 16  # most rows of a token in flight
 _UNROLL_OF_PAIRS = 4  # rows in flight where tokens differ in their number of rows

@@ -27,10 +27,9 @@ from tilemoe.kernels.experts.triton.operands import (
     multiply_add,
     store_rows,
 )
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
 _WORD = tl.constexpr(8)  # codes in an int32
 

@@ -33,10 +33,9 @@ from tilemoe.kernels.experts.triton.descriptors import (
 from tilemoe.kernels.experts.triton.gemm_dgrad_dact import gemm_dgrad_dact_kernel, score_grad_kernel
 from tilemoe.kernels.experts.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.triton.gemm_wgrad import gemm_wgrad_kernel
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, dot_precision, persistent_grid
+from tilemoe.runtime.launch import Launch, ceil_div, dot_precision, launch_of, persistent_grid
 
 
 def rows_launch(

@@ -21,10 +21,9 @@ from tilemoe.kernels.experts.triton.activations import gated_value, inner
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, TileConfig, choose_small_m_tile
 from tilemoe.kernels.experts.triton.host import activation_constants, arithmetic_constants, blocks, gate_up_layout
 from tilemoe.kernels.experts.triton.operands import halves, line_pointers, multiply_add, store_rows
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of, power_of_two
 
 
 def up_proj_act_launch(

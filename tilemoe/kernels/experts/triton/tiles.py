@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
-from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, launch_of, power_of_two
 
 _BLOCK = 128
 _FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary

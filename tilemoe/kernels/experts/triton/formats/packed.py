@@ -12,8 +12,7 @@ import triton.language as tl
 
 from tilemoe.kernels.experts.formats import mxfp4, nf4
 from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
-from tilemoe.kernels.launching import launch_of
-from tilemoe.runtime.launch import ceil_div
+from tilemoe.runtime.launch import ceil_div, launch_of
 
 _NESTED = tl.constexpr(nf4.nested_values())
 _NESTED_BLOCK = tl.constexpr(nf4.NESTED_BLOCK)

@@ -27,9 +27,8 @@ from tilemoe.kernels.experts.formats.fp8 import (
     words_of_row,
 )
 from tilemoe.kernels.experts.formats.operand import Operand
-from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of, gpu
-from tilemoe.runtime.launch import Launch, ceil_div
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of
 
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)

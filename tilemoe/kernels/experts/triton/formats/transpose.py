@@ -24,9 +24,8 @@ from torch import Tensor
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.triton.formats.quantize import quantized_rows, rounded, scale_for
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan, TileList
-from tilemoe.runtime.launch import Launch, ceil_div
+from tilemoe.runtime.launch import Launch, ceil_div, launch_of
 
 _BLOCK = tl.constexpr(BLOCK)
 SLICE = 2048  # columns of A whose gathered copy exists at a time
