@@ -252,8 +252,9 @@ class Emulator:
         return results if len(results) > 1 else results[0]
 
     def fence(self) -> None:
-        """What this warp group has written becomes visible to matrix units and TMA."""
-        self.warp_group.unfenced.clear()
+        """What this warp group has written becomes visible to matrix units and TMA; before they part, nothing has."""
+        if hasattr(self.here, "warp_group"):
+            self.warp_group.unfenced.clear()
 
     def wrote(self, buffer: Buffer) -> None:
         """The warp group has stored to ``buffer``."""

@@ -244,8 +244,11 @@ def count_loads_of_two_bytes(ptx: str) -> int:
     return len(re.findall(r"\bld\.global\S*\.b16\s", ptx)) - len(re.findall(r"\bld\.global\S*\.v[24]\.b16\s", ptx))
 
 
-def assert_threads_meet_before_tma_stores(ptx: str) -> None:
-    """One thread starts a store of what all have written: each of them must have passed its fence before."""
+def assert_threads_meet_before_tma_stores(ptx: str, at_least: int = 2) -> None:
+    """One thread starts a store of what all have written: each of them must have passed its fence before.
+
+    at_least: the stores to be found.
+    """
     found = re.findall(
         r"^.*?(fence\.proxy\.async|bar(?:rier)?\.sync|cp\.(?:async|reduce\.async)\.bulk\.tensor\.\w+\.global)",
         ptx,
@@ -262,7 +265,7 @@ def assert_threads_meet_before_tma_stores(ptx: str) -> None:
             assert fenced, "a store before any fence"
             assert met, "a store that the threads do not meet before"
             stores += 1
-    assert stores >= 2
+    assert stores >= at_least
 
 
 def assert_threads_meet_after_tile_info(ptx: str) -> None:

@@ -199,6 +199,7 @@ def gemm_dgrad_dact_kernel(
     a_smem = gl.allocate_shared_memory(weight.dtype, [BM, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2))
     accumulators, tiles = new_accumulators(BN), (expert_of_tile, row_of_tile, end_of_tile)
     row_tiles = gl.load(num_tiles)
+    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
     gl.warp_specialize(
         [
             (dact_epilogue, (dh, a_scaled, s, partial, pair_of_row, capacity, limit, alpha, tiles, row_tiles,

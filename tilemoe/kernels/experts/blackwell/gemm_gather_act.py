@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilemoe.kernels.experts.blackwell.gluon_compat import tmem_slices
 from tilemoe.kernels.experts.blackwell.pipeline import (
@@ -156,6 +156,7 @@ def up_proj_act_kernel(
     accumulators, staging = new_accumulators(BN), new_staging(weight.dtype)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     row_tiles = gl.load(num_tiles)
+    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
     gl.warp_specialize(
         [
             (act_epilogue, (a, h, bias, stride_bias, n, limit, alpha, tiles, row_tiles, column_tiles, accumulators,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilemoe.kernels.experts.blackwell.gluon_compat import tmem_slices
 from tilemoe.kernels.experts.blackwell.pipeline import (
@@ -71,6 +71,7 @@ def gemm_rows_kernel(
     accumulators, staging = new_accumulators(BN), new_staging(weight.dtype)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     row_tiles = gl.load(num_tiles)
+    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
     gl.warp_specialize(
         [
             (rows_epilogue, (out, bias, stride_bias, width_out, tiles, row_tiles, column_tiles, accumulators, staging,

@@ -171,6 +171,7 @@ def gemm_wgrad_kernel(
     accumulators = new_accumulators(BN)
     staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape[1:], staged)  # noqa: RUF005
     sizes = (row_start_of_expert, num_experts, p, q)
+    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
     gl.warp_specialize(
         [
             (wgrad_epilogue, (out, sizes, accumulators, staging, BN, TRANSPOSED, ADDS)),

@@ -27,20 +27,20 @@ _reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memo
 @gluon.jit
 def tmem_load(view):
     if _IS_FUNCTION:
-        layout: gl.constexpr = register_layout(gl.float32, view.shape, view.layout, gl.num_warps())
+        value = view.load(register_layout(gl.float32, view.shape, view.layout, gl.num_warps()))
     else:
-        layout: gl.constexpr = view.get_reg_layout()
-    return view.load(layout)
+        value = view.load()
+    return value
 
 
 @gluon.jit
 def tmem_zeros(view):
-    if _IS_FUNCTION:
-        layout: gl.constexpr = register_layout(gl.float32, view.shape, view.layout, gl.num_warps())
-    else:
-        layout: gl.constexpr = view.get_reg_layout()
     shape: gl.constexpr = view.shape
-    return gl.zeros(shape, gl.float32, layout)
+    if _IS_FUNCTION:
+        value = gl.zeros(shape, gl.float32, register_layout(gl.float32, shape, view.layout, gl.num_warps()))
+    else:
+        value = gl.zeros(shape, gl.float32, view.get_reg_layout())
+    return value
 
 
 @gluon.jit

@@ -39,13 +39,13 @@ from tilemoe.kernels.experts.hopper.gemm_gather_act import CP_ASYNC_LAYOUT, load
 from tilemoe.kernels.experts.hopper.gluon_compat import cp_async, reinterpret, tma_load
 from tilemoe.kernels.experts.hopper.pipeline import (
     b_operand,
+    load_columns,
     load_tokens,
     new_barriers,
     producer_acquire,
     store_slice,
     tile_coords,
 )
-from tilemoe.kernels.experts.hopper.scales import add_bias
 
 ACCUMULATORS = gl.constexpr(configs.ACCUMULATORS)
 BM = gl.constexpr(configs.BLOCK_M)
@@ -215,7 +215,9 @@ def load_slice(slices, index, bias, expert, stride_bias, column, width):
     """One of an accumulator's slices (BM, EPILOGUE_N), plus ``bias``, if any, from ``column`` on."""
     value = tmem_load(slices.index(index))
     if bias is not None:
-        value = add_bias(value, bias, expert, stride_bias, column, width)
+        # ``// 8 * 8`` tells the compiler that this is a multiple of 8, so that it emits 16-byte loads.
+        columns = column // 8 * 8 + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
+        value += load_columns(bias, expert, stride_bias, columns, width).to(gl.float32)[None, :]
     return value
 
 
