@@ -6,7 +6,6 @@ R rows · n expert width
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import raises_one_line
 from torch import Tensor
 
 from tilemoe import reference
@@ -168,22 +167,3 @@ def test_nan_is_not_hidden(name: str) -> None:
     assert value[0].isnan()
     assert again[0].isnan()
     assert value[1].isfinite()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("swish", None, None), "activation must be one of geglu, geglu_tanh, gelu, .*; got 'swish'"),
-        (
-            ("swiglu", 7.0, None),
-            "activation_limit is a parameter of activation='swiglu_oai' or 'swiglu_clamped'; leave it None",
-        ),
-        (("swiglu_clamped", None, 1.0), "activation_alpha is a parameter of activation='swiglu_oai'; leave it None"),
-        (("swiglu_oai", 0.0, None), "activation_limit must be a finite number > 0, got 0.0"),
-    ],
-    ids=str,
-)
-def test_bad_specs_are_named_in_one_line(arguments: tuple, message: str) -> None:
-    name, limit, alpha = arguments
-    with raises_one_line(message):
-        activation_spec(name, "concatenated", limit, alpha)
