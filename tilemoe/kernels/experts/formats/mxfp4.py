@@ -70,7 +70,7 @@ def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
     # bucketize gives the lower code of a tie: it begins a hair below a middle whose upper neighbour is even.
     middles[1::2] = middles[1::2].nextafter(magnitudes.new_zeros(()))
     for matrix, of_codes, of_exponents in zip(weight, codes, exponents, strict=True):
-        blocks = matrix.float().unflatten(-1, (-1, BLOCK))
+        blocks = matrix.float().contiguous().unflatten(-1, (-1, BLOCK))
         exponent = blocks.abs().amax(-1).frexp().exponent - 1 - _LARGEST_EXPONENT
         exponent = exponent.clamp(-_BIAS, _BIAS)
         scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1))

@@ -8,7 +8,8 @@ bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes i
 
 With double quantisation (``compress_statistics=True``, of each expert's matrix) absmax is a byte, too: less the
 expert's mean, and in blocks of 256 as they are stored, it is the nearest of 256 values (`nested_values`) times the
-block's largest magnitude.
+block's largest magnitude. On a CPU bitsandbytes looks the nearest up in a table of 65,536 entries, which near a middle
+gives the other neighbour; so does this file there, and elsewhere finds the nearest.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CODES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _SMALLEST_SCALE = 1e-38  # smallest divisor, against division by zero
-_CPU_STEPS = 32767.5  # of a unit, in the table of 65,536 entries by which bitsandbytes finds values on a CPU
+_CPU_STEPS = 32767.5  # of a unit, in the table that is used on a CPU
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def quantize_nf4(weight: Tensor) -> Nf4Weight:
     absmax = torch.empty(experts, p, q // BLOCK, dtype=torch.float32, device=weight.device)
     middles = _middles(CODES, weight.device)
     for matrix, of_codes, of_absmax in zip(weight, codes, absmax, strict=True):
-        blocks = matrix.float().unflatten(-1, (-1, BLOCK))
+        blocks = matrix.float().contiguous().unflatten(-1, (-1, BLOCK))
         largest = blocks.abs().amax(-1)
         scaled = blocks * (1.0 / largest.clamp(min=_SMALLEST_SCALE)).unsqueeze(-1)
         nibbles = torch.bucketize(scaled.clamp(-1, 1), middles, out_int32=True).flatten(-2).to(torch.uint8)
