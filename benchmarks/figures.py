@@ -20,12 +20,16 @@ from matplotlib.patches import Rectangle
 from tilemoe import plots
 from tilemoe.bench import record
 from tilemoe.bench.report import newest_rows
-from tilemoe.config import ROUNDING_MODES
-from tilemoe.plots import STYLES, save, spread
+from tilemoe.plots import LABEL_MARGIN, STYLES, WIDTH, save, spread
 
+MODE = "nearest"  # of token rounding
 PEER_STYLES = MappingProxyType(dict(zip(("sonic-moe", "scattermoe", "grouped_mm"), spread(3), strict=True)))
 GPU = "NVIDIA H200"  # of the overview
-TITLES = ("one layer, forward and backward", "a training step of transformers' models")
+TITLES = (
+    "One layer with its router, forward and backward (n: the width of an expert)",
+    "A training step of transformers' models",
+)
+MEASURES = ("time", "peak memory")
 
 Row = dict[str, Any]
 
@@ -44,9 +48,9 @@ def draw_all(folder: Path) -> Iterator[Path]:
 
 
 class Bar(NamedTuple):
-    """A peer's time and peak memory over ours, in a group of bars of one of the overview's columns."""
+    """A peer's time and peak memory over ours, in a group of bars of one of the overview's `TITLES`."""
 
-    column: int
+    part: int
     group: str
     peer: str
     time: float
@@ -56,26 +60,28 @@ class Bar(NamedTuple):
 
 def overview(folder: Path) -> Path:
     bars = newest_bars()
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
-    axes = figure.subplots(2, 2, sharex="col", sharey="row")
-    for column, title in enumerate(TITLES):
-        groups = list(dict.fromkeys(bar.group for bar in bars if bar.column == column))
+    figure = Figure(figsize=(WIDTH, 8.5), layout="constrained")
+    axes = figure.subplots(2 * len(TITLES), 1)
+    for part, title in enumerate(TITLES):
+        of_part = axes[2 * part : 2 * part + 2]
+        groups = list(dict.fromkeys(bar.group for bar in bars if bar.part == part))
         for place, group in enumerate(groups):
-            here = [bar for bar in bars if (bar.column, bar.group) == (column, group)]
+            here = [bar for bar in bars if (bar.part, bar.group) == (part, group)]
             for index, bar in enumerate(here):
                 at = place + 0.28 * (index - (len(here) - 1) / 2)
-                for axis, value in zip(axes[:, column], (bar.time, bar.memory), strict=True):
+                for axis, value in zip(of_part, (bar.time, bar.memory), strict=True):
                     axis.bar_label(axis.bar(at, value, 0.26, **PEER_STYLES[bar.peer].bar), fmt="%.2f", fontsize=7)
-        axes[0, column].set_title(title, fontsize=10)
-        axes[1, column].set_xticks(range(len(groups)), groups, rotation=25, ha="right", fontsize=8)
-    for axis in axes.flat:
-        axis.axhline(1.0, color="black", linewidth=0.8)
-    axes[0, 0].set_ylabel("time over tilemoe's")
-    axes[1, 0].set_ylabel("peak memory over tilemoe's")
+        for axis, measure in zip(of_part, MEASURES, strict=True):
+            axis.axhline(1.0, color="black", linewidth=0.8)
+            axis.margins(y=LABEL_MARGIN)
+            axis.set_ylabel(f"{measure}\n/ tilemoe's", fontsize=8)
+            axis.set_xticks(range(len(groups)), groups, fontsize=7)
+        of_part[0].set_title(title, fontsize=9)
     handles = [Rectangle((0, 0), 1, 1, **style.bar) for style in PEER_STYLES.values()]
-    figure.legend(handles, list(PEER_STYLES), loc="outside lower center", ncols=len(PEER_STYLES))
+    figure.legend(handles, list(PEER_STYLES), loc="outside lower center", ncols=len(PEER_STYLES), fontsize=8)
     commits = ", ".join(sorted({bar.commit for bar in bars}))
-    figure.suptitle(f"Above 1 tilemoe is faster, or smaller · one {GPU.removeprefix('NVIDIA ')} · {commits}")
+    title = f"Above 1 tilemoe is faster, or smaller · one {GPU.removeprefix('NVIDIA ')} · {commits}"
+    figure.suptitle(title, fontsize=10)
     return save(figure, folder / "overview.svg")
 
 
@@ -113,32 +119,33 @@ def over_ours(row: Row) -> tuple[float, float]:
 
 
 def token_rounding(folder: Path) -> Path:
-    """Speed-up of forward + backward over top-K, and the rows that top-K pads, over the cases."""
+    """Speed-up of `MODE` over top-K, and the rows that top-K pads, over the cases."""
     latest = record.latest("token_rounding", "sustained", None, "case", "kernels", "contestant")
     rows = {(case, contestant): row for (case, kernels, contestant), row in latest.items() if kernels == "chosen"}
     cases = list(dict.fromkeys(case for case, _ in rows))
-    names = [name for name in ROUNDING_MODES if any(found == name for _, found in rows)]
-    speedups = {
-        name: {case: rows[case, name]["total_speedup"] for case in cases if (case, name) in rows} for name in names
-    }
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 1, sharex=True)
-    plots.ratio_bars(axes[0], cases, speedups)
-    axes[0].set_ylabel("forward + backward: top-K over this")
-    axes[0].legend(ncols=len(names))
-    centres = plots.group_centres(cases, speedups)
-    axes[1].bar(centres, [rows[case, "top-K"]["waste_percent"] for case in cases], 0.8, **STYLES[-1].bar)
-    axes[1].set_ylabel("rows that top-K pads, %")
-    axes[1].set_xticks(centres, cases, rotation=30, ha="right")
     some = next(iter(rows.values()))
-    figure.suptitle(f"Token rounding · {some['gpu'] or some['machine']} · {some['commit']}")
+    figure = Figure(figsize=(WIDTH, 7), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    places = range(len(cases))
+    bars = axes[0].bar(places, [rows[case, MODE]["total_speedup"] for case in cases], 0.8, **STYLES[0].bar)
+    axes[0].axhline(1.0, color="black", linewidth=0.8)
+    axes[0].set_ylabel(f"time of top-K / of {MODE!r},\nforward and backward")
+    padded = axes[1].bar(places, [rows[case, "top-K"]["waste_percent"] for case in cases], 0.8, **STYLES[-1].bar)
+    axes[1].set_ylabel("padding of top-K, % of rows")
+    for axis, drawn, form in zip(axes, (bars, padded), ("%.2f", "%.0f"), strict=True):
+        axis.bar_label(drawn, fmt=form, fontsize=7)
+        axis.margins(y=LABEL_MARGIN)
+    axes[1].set_xticks(places, cases, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+    tokens = " or ".join(f"{count:,}" for count in sorted({row["num_tokens"] for row in rows.values()}))
+    title = f"Token rounding, {tokens} tokens · {some['gpu'] or some['machine']} · {some['commit'][:7]}"
+    figure.suptitle(f"{title}\nE experts, d hidden size, n width of an expert", fontsize=10)
     return save(figure, folder / "token-rounding.svg")
 
 
 def end_to_end(folder: Path) -> Path:
     """Losses of each recorded pre-training: in training a thin line, held out its marks."""
     rows = record.rows("end_to_end")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4), layout="constrained")
     axis = figure.subplots()
     for row, style in zip(rows, STYLES, strict=False):
         training, heldout = row["pretrain"]["training"], row["pretrain"]["heldout"]
@@ -147,7 +154,7 @@ def end_to_end(folder: Path) -> Path:
         axis.plot(*zip(*points, strict=True), label=f"{curve_name(row)} ({row['commit'][:7]})", **style.line)
     axis.set(xlabel="optimiser step", ylabel="loss, nats/token", ylim=(1, None))
     axis.grid(alpha=0.3)
-    axis.legend(title="held out; thin lines: in training")
+    axis.legend(fontsize=8, title_fontsize=8, title="held out; thin lines: in training")
     tokens = sorted({row["training_tokens"] for row in rows})
     counts = ", ".join(f"{count / 1e6:.1f} M" for count in tokens)
     figure.suptitle(f"Pre-training of {rows[0]['recipe']}, {counts} tokens")
@@ -158,7 +165,7 @@ def curve_name(row: Row) -> str:
     """Optimiser and rate, of the command's arguments."""
     given = dict(zip(row["arguments"][::2], row["arguments"][1::2], strict=True))
     optimiser = {"muon": "Muon", "adamw": "AdamW"}[given.get("--optim.name", "adamw")]
-    return f"{optimiser}, {float(given['--optim.lr']):g}"
+    return f"{optimiser}, learning rate {float(given['--optim.lr']):g}"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+WIDTH = 7.2  # inches of a figure: the width of a column of the site, at 96 pixels an inch
 SEQUENTIAL = "cividis"  # the colour map for values: lightness grows with the value
 Row = Mapping[str, Any]
 
@@ -47,8 +48,18 @@ STYLES = (
     Style("#a6bddb", "^", (0, (5, 1)), "--"),
     Style("#d9d9d9", "P", (0, (3, 1, 1, 1)), ".."),
 )
+LABEL_MARGIN = 0.15  # of an axis, above the highest bar: its label stays inside of the frame
+_WHERE = MappingProxyType({"gpu": None, "commit": 7})  # how many characters of each are shown
 _PLAN_COLOURS = MappingProxyType({"forward": STYLES[4].colour, "backward": STYLES[2].colour})  # rooflines are black
-_PLAN_SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+_PLAN_SIZES = MappingProxyType(
+    {
+        "num_tokens": "tokens",
+        "hidden_size": "hidden size",
+        "intermediate_size": "expert width",
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts per token",
+    }
+)
 
 
 # ------------------------------------------------------------------------------------------- what figures share
@@ -206,7 +217,7 @@ def plan_figure(plan: Row) -> Figure:
 
     steps = plan["steps"][::-1]  # matplotlib draws the first bar at the bottom
     figure = Figure(figsize=(8, 5))  # a layout engine would draw everything twice
-    axes = figure.add_axes((0.38, 0.1, 0.59, 0.82))
+    axes = figure.add_axes((0.38, 0.1, 0.59, 0.8))
     places = range(len(steps))
     colours = [_PLAN_COLOURS[step["part"]] for step in steps]
     bars = axes.barh(places, [step["predicted_ms"] for step in steps], color=colours)
@@ -217,8 +228,8 @@ def plan_figure(plan: Row) -> Figure:
     times = ", ".join(f"{part} {plan['times'][part]['predicted_ms']:.2f} ms" for part in _PLAN_COLOURS)
     axes.set(xlabel=f"ms, predicted ({plan['gpu']['rates']}); {times}")
     shape = plan["shape"]
-    sizes = ", ".join(str(shape[size]) for size in _PLAN_SIZES)
-    figure.suptitle(f"{plan['source']} ({sizes}), {shape['dtype']}, {plan['gpu']['name']}")
+    sizes = ", ".join(f"{name} {shape[size]}" for size, name in _PLAN_SIZES.items())
+    figure.suptitle(f"{plan['source']}, {shape['dtype']}, {plan['gpu']['name']}\n{sizes}", fontsize=10)
     axes.margins(x=0.12)
     legend = [Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in _PLAN_COLOURS.items()]
     axes.legend(handles=[*legend, marks], loc="lower right")
@@ -237,7 +248,7 @@ def layer_figure(rows: Sequence[Row], mode: str) -> Figure:
 
     rows = [row for row in rows if "baseline" in row]
     cases, contestants = (_distinct(row[key] for row in rows) for key in ("case", "contestant"))
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
     for axis, part in zip(axes, ("forward", "backward"), strict=True):
         ratios = {
@@ -245,36 +256,43 @@ def layer_figure(rows: Sequence[Row], mode: str) -> Figure:
             for name in contestants
         }
         for bars in ratio_bars(axis, cases, ratios):
-            axis.bar_label(bars, fmt="%.2f")
-        axis.set_ylabel(f"{part}: time over ours")
+            axis.bar_label(bars, fmt="%.2f", fontsize=7)
+        axis.margins(y=LABEL_MARGIN)
+        axis.set_ylabel(f"{part}: time / tilemoe's")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(contestants))
-    axes[1].set_xticks(group_centres(cases, dict.fromkeys(contestants)), cases)
-    figure.suptitle(_title(f"Layer with its router, {mode}: above 1 tilemoe is faster", rows))
+    axes[1].set_xticks(group_centres(cases, dict.fromkeys(contestants)), cases, fontsize=8)
+    title = f"Layer with its router, {mode}: above 1 tilemoe is faster. n: the width of an expert"
+    figure.suptitle(_title(title, rows), fontsize=9)
     return figure
 
 
 def kernels_figure(rows: Sequence[Row], mode: str) -> Figure:
-    """Percent of its roofline of each kernel and case. ``rows``: of results/kernels.jsonl, as of `layer_figure`."""
+    """Percent of its roofline of each kernel and case. ``rows``: of results/kernels.jsonl, as of `layer_figure`.
+
+    The roofline is of rates that were measured in the same rounds, so that a kernel can be above 100%.
+    """
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["of_roofline"] is not None]
     cases, kernels = (_distinct(row[key] for row in rows) for key in ("case", "kernel"))
     share = {(row["case"], row["kernel"]): 100 * row["of_roofline"] for row in rows}
     grid = [[share.get((case, kernel), math.nan) for kernel in kernels] for case in cases]
-    figure = Figure(figsize=(11, 1 + 0.6 * len(cases)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.8 + 0.4 * len(cases)), layout="constrained")
     axis = figure.subplots()
     axis.imshow(grid, cmap=SEQUENTIAL, vmin=0, vmax=100, aspect="auto")
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
             text, colour = "" if math.isnan(value) else f"{value:.0f}%", "white" if value < 50 else "black"
-            axis.text(x, y, text, ha="center", va="center", color=colour)
-    axis.set_xticks(range(len(kernels)), kernels, rotation=20)
-    axis.set_yticks(range(len(cases)), cases)
-    figure.suptitle(_title(f"Share of the roofline, {mode}", rows))
+            axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
+    axis.set_xticks(range(len(kernels)), kernels, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_yticks(range(len(cases)), cases, fontsize=8)
+    title = f"Time at the roofline / time, {mode}; n: the width of an expert. The roofline has the rates of a matrix\n"
+    title += "product and a copy in the same rounds. These are yardsticks, not limits: some kernels are above 100%."
+    figure.suptitle(_title(title, rows), fontsize=9)
     return figure
 
 
 def _title(text: str, rows: Sequence[Row]) -> str:
     """The text, and below it the GPUs and commits of the rows."""
-    gpus, commits = (", ".join(sorted({str(row[key]) for row in rows})) for key in ("gpu", "commit"))
+    gpus, commits = (", ".join(sorted({str(row[key])[:length] for row in rows})) for key, length in _WHERE.items())
     return f"{text}\n{gpus} · {commits}"
