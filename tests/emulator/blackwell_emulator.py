@@ -71,6 +71,7 @@ class BlackwellEmulator(Emulator):
         self.products: list[TensorMemory] = []  # accumulators of the products in flight
         self.in_order: dict[Any, list[Callable[[], None]]] = {}  # by warp group: what it has in flight, oldest first
         self.barriers: list[Barrier] = []
+        self.are_barriers_fenced = True
         self.seed = seed
         self.allocate_from_hopper = self.language["gl"].allocate_shared_memory
         self._extend_language()
@@ -102,6 +103,9 @@ class BlackwellEmulator(Emulator):
         self.barriers.clear()
 
     def specialise(self, parts: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+        require(
+            self.are_barriers_fenced, "TMA and tcgen05 may arrive at a barrier before a fence of its initialisation"
+        )
         self.warps[1:] = warps
         self.products.clear()
         self.in_order.clear()
@@ -125,6 +129,7 @@ class BlackwellEmulator(Emulator):
         allocated: Barriers | Buffer = self.allocate_from_hopper(dtype, shape, layout)
         if isinstance(allocated, Barriers):
             self.barriers += allocated.barriers
+            self.are_barriers_fenced = False
         return allocated
 
     def allocate_tensor_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> TensorMemory:
@@ -230,6 +235,10 @@ class BlackwellEmulator(Emulator):
 
         self._start(arrive)
         self.pause()
+
+    def fence(self) -> None:
+        super().fence()
+        self.are_barriers_fenced = True
 
     def require_fenced(self, buffer: Buffer) -> None:
         super().require_fenced(buffer)

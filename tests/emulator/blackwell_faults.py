@@ -72,12 +72,21 @@ STAGED: dict[str, Fault] = {
     "one staging buffer": ("store_staged", "count % 2", "0", NUMBERS),
 }
 OF_ACT: dict[str, Fault] = {
+    "barriers without a fence": ("blackwell.gemm_gather_act.up_proj_act_kernel", "fence_async_shared()", "pass", FENCE),
     "a gather of the first columns": ("row_producer", "token, k, full", "token, 0, full", NUMBERS),
     "up_proj releases an accumulator before it reads it, too": ("act_epilogue", SLICES, f"{RELEASE}{SLICES}", EARLY),
     "up_proj ends before its stores": ("act_epilogue", STORED, "pass", UNFINISHED),
     "up_proj stays with an accumulator": ("act_epilogue", "tile += 1", "pass", READY),
 }
+OF_PAIRS: dict[str, Fault] = {
+    "a staging buffer is overwritten": ("store_pairs", "tma.store_wait(1)", "pass", NUMBERS),
+    "one store too many in flight": ("store_pairs", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "one staging buffer": ("store_pairs", "count % 2", "0", NUMBERS),
+    "a slice of pairs without a fence": ("fence_and_store", "fence_async_shared()", "pass", FENCE),
+}
+RELAYED = "mbarrier.arrive(full.index((step + 1) % full.shape[0]), count=1, pred=step >= LAG)"
 OF_COPIES: dict[str, Fault] = {
+    "no stage of copies is committed": ("relay", RELAYED, "pass", "deadlock"),
     "copies are committed before they land": ("relay", "wait_group(LAG)", "wait_group(LAG + 1)", f"{ANY}|outside"),
     "copies without a fence": ("relay", "fence_async_shared()", "pass", FENCE),
     "a stage is committed too early": ("relay", "(step + 1)", "(step + 2)", ANY),
@@ -90,27 +99,38 @@ OF_COPIES: dict[str, Fault] = {
         "blackwell.pipeline.new_ring", '2 if ACCESS == "copy" else 1', "1", f"{ANY}|more arrivals",
     ),
 }  # fmt: skip
+NO_REST = f"deadlock|{UNFINISHED}"
+OF_ROW_COPIES: dict[str, Fault] = {
+    "copies are not relayed": ("row_producer", "                relay(ring, step)", "                pass", NO_REST),
+    "the last copies are not relayed": ("row_producer", "relay_rest(ring, step)", "pass", NO_REST),
+}
+WGRAD_PRODUCER = "blackwell.gemm_wgrad.wgrad_producer"
+OF_WGRAD_COPIES: dict[str, Fault] = {
+    "copies are not relayed": (WGRAD_PRODUCER, "                relay(ring, step)", "                pass", NO_REST),
+    "the last copies are not relayed": (WGRAD_PRODUCER, "relay_rest(ring, step)", "pass", NO_REST),
+}
 BYTES = "by_row.block_type.nbytes + A_BYTES"
 OF_WGRAD: dict[str, Fault] = {
-    "fewer bytes than come": ("blackwell.gemm_wgrad.wgrad_producer", BYTES, f"{BYTES} - BK * 2", "more bytes"),
-    "more bytes than come": ("blackwell.gemm_wgrad.wgrad_producer", BYTES, f"{BYTES} + BK * 2", "deadlock"),
+    "barriers without a fence": ("blackwell.gemm_wgrad.gemm_wgrad_kernel", "fence_async_shared()", "pass", FENCE),
+    "fewer bytes than come": (WGRAD_PRODUCER, BYTES, f"{BYTES} - BK * 2", "more bytes"),
+    "more bytes than come": (WGRAD_PRODUCER, BYTES, f"{BYTES} + BK * 2", "deadlock"),
     "both blocks in one place": (
-        "blackwell.gemm_wgrad.wgrad_producer", "full.index(stage), blocks.index(i)",
+        WGRAD_PRODUCER, "full.index(stage), blocks.index(i)",
         "full.index(stage), blocks.index(0)", NUMBERS,
     ),
     "a block's columns twice": (
-        "blackwell.gemm_wgrad.wgrad_producer", "token, first + i * EPILOGUE_N", "token, first", NUMBERS,
+        WGRAD_PRODUCER, "token, first + i * EPILOGUE_N", "token, first", NUMBERS,
     ),
     "rows of the expert behind": (
-        "blackwell.gemm_wgrad.wgrad_producer", "[RAGGED_EXTENT, end, RAGGED_EXTENT - end + k, col]",
+        WGRAD_PRODUCER, "[RAGGED_EXTENT, end, RAGGED_EXTENT - end + k, col]",
         "[RAGGED_EXTENT, end + 8, RAGGED_EXTENT - end - 8 + k, col]", f"{NUMBERS}|TMA outside",
     ),
     "the tokens of a stage ahead": (
-        "blackwell.gemm_wgrad.wgrad_producer", "token = next_token",
+        WGRAD_PRODUCER, "token = next_token",
         "token = load_tokens(token_of_row, k + BK, end, rows)", NUMBERS,
     ),
     "the tokens of the stage before": (
-        "blackwell.gemm_wgrad.wgrad_producer", "load_tokens(token_of_row, k + BK",
+        WGRAD_PRODUCER, "load_tokens(token_of_row, k + BK",
         "load_tokens(token_of_row, k", NUMBERS,
     ),
     "fewer steps than come": ("wgrad_mma", "gl.cdiv(end - start, BK)", "(end - start) // BK", ANY),
@@ -127,38 +147,43 @@ OF_WGRAD: dict[str, Fault] = {
     "one staging buffer": ("wgrad_epilogue", "staging.index(i % 2)", "staging.index(0)", NUMBERS),
 }  # fmt: skip
 OF_DOWN: dict[str, Fault] = {
+    "barriers without a fence": ("blackwell.gemm_rows.gemm_rows_kernel", "fence_async_shared()", "pass", FENCE),
     "it releases an accumulator before it reads it, too": ("rows_epilogue", COLUMNS, f"{RELEASE}{COLUMNS}", EARLY),
     "it ends before its stores": ("rows_epilogue", STORED, "pass", UNFINISHED),
     "it stays with an accumulator": ("rows_epilogue", "tile += 1", "pass", READY),
 }
+DACT_SLICE, DACT_EPILOGUE = (f"blackwell.gemm_dgrad_dact.dact_{part}" for part in ("slice", "epilogue"))
 H_FULL = "mbarrier.wait(h_full.index(stage), (step // H_STAGES) & 1)"
 H_EMPTY = "mbarrier.wait(h_empty.index(stage), ((step // H_STAGES) & 1) ^ 1)"
 H_RELEASE = "mbarrier.arrive(h_empty.index((step + H_STAGES - 1) % H_STAGES), count=1, pred=step > 0)"
 OF_DACT: dict[str, Fault] = {
+    "barriers without a fence": (
+        "blackwell.gemm_dgrad_dact.gemm_dgrad_dact_kernel", "fence_async_shared()", "pass", FENCE,
+    ),
     "h is overwritten while dh is stored": ("h_loader", H_EMPTY, "pass", ANY),
     "the loader's first phase": ("h_loader", "H_STAGES) & 1) ^ 1)", "H_STAGES) & 1))", "deadlock"),
     "the loader's phase stays": ("h_loader", "(step // H_STAGES)", "0", ANY),
     "fewer bytes of h than come": ("h_loader", "BLOCKS * h.block_type.nbytes", "BLOCKS * 64", "more bytes"),
     "h's loader stays in a stage": ("h_loader", "step += 1", "pass", ANY),
-    "h is read before it is there": ("blackwell.gemm_dgrad_dact.dact_slice", H_FULL, "pass", ANY),
-    "the epilogue's phase of h stays": ("blackwell.gemm_dgrad_dact.dact_slice", "(step // H_STAGES) & 1", "0", ANY),
-    "h's stage is not released": ("blackwell.gemm_dgrad_dact.dact_slice", H_RELEASE, "pass", "deadlock"),
+    "h is read before it is there": (DACT_SLICE, H_FULL, "pass", ANY),
+    "the epilogue's phase of h stays": (DACT_SLICE, "(step // H_STAGES) & 1", "0", ANY),
+    "h's stage is not released": (DACT_SLICE, H_RELEASE, "pass", "deadlock"),
     "h's stage is released too early": (
-        "blackwell.gemm_dgrad_dact.dact_slice", "(step + H_STAGES - 1) % H_STAGES", "stage", ANY,
+        DACT_SLICE, "(step + H_STAGES - 1) % H_STAGES", "stage", ANY,
     ),
     "h's first stage is released before": (
-        "blackwell.gemm_dgrad_dact.dact_slice", "pred=step > 0", "pred=True", EARLY,
+        DACT_SLICE, "pred=step > 0", "pred=True", EARLY,
     ),
-    "a buffer is overwritten while it is stored": ("blackwell.gemm_dgrad_dact.dact_slice", STORED, "pass", NUMBERS),
-    "dh without a fence": ("blackwell.gemm_dgrad_dact.dact_slice", "fence_async_shared()", "pass", FENCE),
+    "a buffer is overwritten while it is stored": (DACT_SLICE, STORED, "pass", NUMBERS),
+    "dh without a fence": (DACT_SLICE, "fence_async_shared()", "pass", FENCE),
     "it releases an accumulator before it reads it, too": (
-        "blackwell.gemm_dgrad_dact.dact_epilogue", COLUMNS, f"{RELEASE}{COLUMNS}", EARLY,
+        DACT_EPILOGUE, COLUMNS, f"{RELEASE}{COLUMNS}", EARLY,
     ),
-    "it ends before its stores": ("blackwell.gemm_dgrad_dact.dact_epilogue", STORED, "pass", UNFINISHED),
-    "it stays with an accumulator": ("blackwell.gemm_dgrad_dact.dact_epilogue", "tile += 1", "pass", READY),
-    "h's steps begin again": ("blackwell.gemm_dgrad_dact.dact_epilogue", "step += BN // EPILOGUE_N", "pass", ANY),
+    "it ends before its stores": (DACT_EPILOGUE, STORED, "pass", UNFINISHED),
+    "it stays with an accumulator": (DACT_EPILOGUE, "tile += 1", "pass", READY),
+    "h's steps begin again": (DACT_EPILOGUE, "step += BN // EPILOGUE_N", "pass", ANY),
     "partial sums without an expert's last row": (
-        "blackwell.gemm_dgrad_dact.dact_epilogue", "mask=stored < end", "mask=stored < end - 1", NUMBERS,
+        DACT_EPILOGUE, "mask=stored < end", "mask=stored < end - 1", NUMBERS,
     ),
 }  # fmt: skip
 # Of each group the case, the kernel of its layer that the faults are in, and whether its rows come by cp.async.
@@ -168,7 +193,8 @@ GROUPS: dict[str, tuple[Case, str, bool, dict[str, Fault]]] = {
     "down_proj_dgrad": (SWIGLU, "gemm_dgrad_dact_kernel", False, {**OF_ALL, **OF_ROWS, **OF_DACT}),
     "down_proj_dgrad, interleaved": (INTERLEAVED, "gemm_dgrad_dact_kernel", False, OF_DACT),
     "down_proj_dgrad, ungated": (UNGATED, "gemm_dgrad_dact_kernel", False, OF_DACT),
-    "up_proj by copies": (SWIGLU, "up_proj_act_kernel", True, OF_COPIES),
+    "up_proj, interleaved": (INTERLEAVED, "up_proj_act_kernel", False, OF_PAIRS),
+    "up_proj by copies": (SWIGLU, "up_proj_act_kernel", True, {**OF_COPIES, **OF_ROW_COPIES}),
     "wgrad": (SWIGLU, "gemm_wgrad_kernel", False, {**OF_ALL, **OF_WGRAD}),
-    "wgrad by copies": (SWIGLU, "gemm_wgrad_kernel", True, OF_COPIES),
+    "wgrad by copies": (SWIGLU, "gemm_wgrad_kernel", True, {**OF_COPIES, **OF_WGRAD_COPIES}),
 }

@@ -110,6 +110,7 @@ def gemm_kernel(x, described_x, weight, out, rows, row_tiles, column_tiles, k_si
     acc = allocate_tensor_memory(gl.float32, [2, BM, BN], TensorMemoryLayout([BM, BN], col_stride=1))
     acc_full, acc_empty = barriers(2, 1), barriers(2, 1)
     tiles = row_tiles * column_tiles
+    fence_async_shared()
     gl.warp_specialize(
         [
             (epilogue, (out, tiles, column_tiles, acc, acc_full, acc_empty, staging)),
@@ -173,6 +174,7 @@ FAULTS = {  # does it gather, (function, text, replacement), what is said
     "the MMA warp reads an accumulator": (
         True, ("mma", "        tcgen05_commit(", "        acc.index(0).load(); tcgen05_commit("), "a quarter of",
     ),
+    "barriers without a fence": (True, ("gemm_kernel", "fence_async_shared()", "pass"), "before a fence of its init"),
     "too much tensor memory": (
         True, ("gemm_kernel", "[2, BM, BN], Ten", "[17, BM, BN], Ten"), "more columns than tensor memory",
     ),
