@@ -440,61 +440,54 @@ def check_what_a_layer_saves() -> None:
 
 def check_saved_bytes_follow_each_layer() -> None:
     """At most 1.05 of x and the exact h once a layer's room is learnt, also beside a layer whose rows all go to one
-    rank; what does not fit there makes that layer's room larger and no other's.
+    rank; what does not fit in a layer makes its room larger and no other's.
     """
-    tokens, d, n = 64, 512, 256
-    rank, even, to_one = dist.get_rank(), torch.arange(2 * tokens).view(tokens, 2) % E, torch.zeros(tokens, 2).long()
-    to_one[:, 1] = 1
+    of_one, of_all = 2 * WIDE_TOKENS, 2 * WIDE_TOKENS * world()
+    even, to_one = torch.arange(of_one).view(-1, 2) % E, torch.tensor([0, 1]).expand(WIDE_TOKENS, 2)
     with least_room():
         by = by_files(capacity=1.5)
-        windows_of(by).is_watched = True
-        layers = [AllToAllDispatcher(by, E) for _ in range(3)]
-        generator = torch.Generator().manual_seed(rank)
-        x, w1 = torch.randn(tokens, d, generator=generator), torch.randn(E // world(), 2 * n, d, generator=generator)
-        leaves = [x, w1, torch.randn(E // world(), d, n, generator=generator)]
+        own = windows_of(by)
+        own.is_watched = True
+        layers = [AllToAllDispatcher(by, E) for _ in range(2)]
+        want = [saved_of(layers[0], even)[2]]
+        for layer in (1, 0):  # the second time of a room that was learnt
+            before = by.layers[1 - layer].rows
+            assert bool(saved_of(layers[layer], to_one)[2][0].isnan().all())
+            assert own.needed() == (of_all, 0, layer)
+            own.grow(of_all, layer)
+            assert by.layers[1 - layer].rows == before
+            want.append(saved_of(layers[layer], to_one)[2])
+            if layer == 1:
+                rows = [of_one, of_all if dist.get_rank() == 0 else 0]
+                own.learn(rows, of_all)
+                for index, ids in enumerate((even, to_one)):
+                    share, received, found = saved_of(layers[index], ids)
+                    assert received == rows[index]
+                    assert share <= 1.05, share
+                    assert are_equal(found, want[index])
+        assert are_equal(want[2], want[1])
 
-        def saved_of(layer: AllToAllDispatcher, ids: Tensor) -> tuple[float, int, list[Tensor]]:
-            """(bytes over those of x and the exact h, rows, the output and its gradients)"""
-            given = [leaf.clone().requires_grad_() for leaf in leaves]
-            kept: dict[int, int] = {}
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(FunctionCtx, "save_for_backward", keeping(kept, FunctionCtx.save_for_backward))
-                here = layer.dispatch(given[0], tilemoe.plan_topk(ids, E), torch.ones(tokens, 2))
-                with here.saving():
-                    sums = tilemoe.moe(here.x, given[1], given[2], here.plan, here.scores)
-                o = layer.combine(sums, here)
-            for each in (here.x, *given[1:]):  # x is pulled again
-                kept.pop(each.data_ptr())
-            rows = int(here.plan.row_start_of_expert[-1])
-            return (
-                sum(kept.values()) / (4 * tokens * d + 4 * rows * 2 * n),
-                rows,
-                [o, *torch.autograd.grad(o.sum(), given)],
-            )
 
-        routings, first = (even, to_one, even), []
-        for index, (layer, ids) in enumerate(zip(layers, routings, strict=True)):
-            _, _, found = saved_of(layer, ids)
-            if ids is to_one:
-                assert bool(found[0].isnan().all())
-                rooms = [each.rows for each in by.layers]
-                assert windows_of(by).needed() == (2 * tokens * world(), 0, index)
-                windows_of(by).grow(2 * tokens * world(), index)
-                assert [each.rows == was for each, was in zip(by.layers, rooms, strict=True)] == [True, False, True]
-                _, _, found = saved_of(layer, ids)
-            first.append(found)
-        rows = [2 * tokens, 2 * tokens * world() * (rank == 0), 2 * tokens]
-        windows_of(by).learn(rows, max(rows) if rank == 0 else 2 * tokens * world())
-        for layer, ids, own, want in zip(layers, routings, rows, first, strict=True):
-            share, received, found = saved_of(layer, ids)
-            assert received == own
-            assert share <= 1.05, share
-            assert are_equal(found, want)
-        rooms = [each.rows for each in by.layers]
-        assert bool(saved_of(layers[2], to_one)[2][0].isnan().all())
-        windows_of(by).grow(*windows_of(by).needed()[::2])
-        assert [each.rows == was for each, was in zip(by.layers, rooms, strict=True)] == [True, True, False]
-        assert are_equal(saved_of(layers[2], to_one)[2], first[1])
+WIDE_TOKENS, WIDE = 64, (128, 64)  # d, n
+
+
+def saved_of(layer: AllToAllDispatcher, ids: Tensor) -> tuple[float, int, list[Tensor]]:
+    """A layer's saved bytes over those of x and the exact h, its rows, and the output with its gradients."""
+    (d, n), experts, generator = WIDE, E // world(), torch.Generator().manual_seed(dist.get_rank())
+    shapes = ((WIDE_TOKENS, d), (experts, 2 * n, d), (experts, d, n))
+    x, w1, w2 = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    kept: dict[int, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FunctionCtx, "save_for_backward", keeping(kept, FunctionCtx.save_for_backward))
+        here = layer.dispatch(x, tilemoe.plan_topk(ids, E), torch.ones(WIDE_TOKENS, 2))
+        with here.saving():
+            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
+        o = layer.combine(sums, here)
+    for each in (here.x, w1, w2):  # what was received is pulled again
+        kept.pop(each.data_ptr())
+    rows = int(here.plan.row_start_of_expert[-1])
+    exact = 8 * (WIDE_TOKENS * d + rows * 2 * n)
+    return sum(kept.values()) / exact, rows, [o.detach(), *torch.autograd.grad(o.sum(), [x, w1, w2])]
 
 
 def keeping(kept: dict[int, int], save: Callable[..., None]) -> Callable[..., None]:
