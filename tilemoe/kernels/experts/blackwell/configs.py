@@ -25,10 +25,10 @@ TMEM_COLUMNS = 512  # of tensor memory, 128 lanes of 32 bits each
 ACCUMULATORS = 2  # in tensor memory: the epilogue reads one while the tensor cores write the other
 EPILOGUE_WARPS = 8
 MAX_REGISTERS = 128  # per thread at launch: 65536 over 16 warps; setmaxnreg then gives the epilogue's more
-H_STAGES = 2  # of down_proj_dgrad's epilogue: slices of h in shared memory
 BLOCK_M = 128  # M of tcgen05.mma: the lanes of tensor memory
 BLOCK_K = 64  # 128 bytes of a 16-bit type: the widest swizzle
 EPILOGUE_N = 64  # columns of one epilogue TMA store
+H_STAGES = 2  # slices of h that down_proj_dgrad has in shared memory
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,8 @@ def h_loader(
 
 @gluon.jit
 def half_grad(
-    acc, half: gl.constexpr, first, last, score, limit, alpha,
-    GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
+    acc, half: gl.constexpr, first, last, score, limit, alpha, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr
+):
     """(da', a), (BM, HALF) each, of half a slice of the accumulator; its h, in ``first`` and ``last``, becomes dh."""
     da = tmem_load(acc.slice(half * HALF, HALF))
     if GATE_UP == "concatenated":

@@ -56,10 +56,8 @@ def load_h(
     elif GATE_UP == "interleaved":
         index, column = 2 * i + PART, col + (2 * i + PART) * EPILOGUE_N
     else:
-        index, column = (
-            PART * (BN // EPILOGUE_N // 2) + i if B_K_MAJOR else 2 * i + PART,
-            PART * n + col + i * EPILOGUE_N,
-        )
+        index = PART * (BN // EPILOGUE_N // 2) + i if B_K_MAJOR else 2 * i + PART
+        column = PART * n + col + i * EPILOGUE_N
     return load_slice(slices, index, bias, expert, stride_bias, column, n if GATE_UP == "none" else 2 * n)
 
 
