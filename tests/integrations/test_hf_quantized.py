@@ -74,6 +74,18 @@ def test_a_step_is_that_of_the_dequantised_model(family: str) -> None:
     torch.testing.assert_close(grads, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_the_first_loss_in_bf16_and_what_is_generated(family: str) -> None:
+    model = wide(family).bfloat16()
+    quantize_experts(model)
+    ids = model.generate(tokens(), max_new_tokens=3, do_sample=False)
+    peft = get_peft_model(model.train(), LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS))
+    loss = step(peft)[0]
+    dequantize_experts(peft)
+    torch.testing.assert_close(loss, step(peft)[0], rtol=1e-3, atol=0)
+    assert torch.equal(model.eval().generate(tokens(), max_new_tokens=3, do_sample=False), ids)
+
+
 def test_peft_s_path_makes_no_weight_whole() -> None:
     """The largest tensor that a step makes outside of the experts' operators is far smaller than a weight."""
 
