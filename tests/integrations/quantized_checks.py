@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import quantize_experts
-from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
+from tilemoe.integrations.quantized_weight import FrozenWeight, quantized_weights
 from tilemoe.ops.lora import moe_lora
 from tilemoe.parallel import expert_parallel
 from tilemoe.testing import assert_equal
@@ -29,7 +29,7 @@ def model_of(family: str, storage: str = "nf4") -> Any:
 
 def shard(model: Any, policy: MixedPrecisionPolicy) -> list[DTensor]:
     """The shards of the experts' weights, after a check that each has its share of the bits."""
-    whole = {n: p.tensors() for n, p in model.named_parameters() if isinstance(p, QuantizedWeight)}
+    whole = {n: p.tensors() for n, p in model.named_parameters() if isinstance(p, FrozenWeight)}
     base = model.get_base_model()
     for layer in base.model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -104,7 +104,7 @@ def check_expert_parallel() -> None:
     alone, model = model_of("qwen3_moe"), model_of("qwen3_moe")
     expert_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",)))
     divided = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    assert [type(each.to_local()) for each in divided] == [QuantizedWeight] * 4
+    assert [type(each.to_local()) for each in divided] == [FrozenWeight] * 4
     loss_of(alone, ids).backward()
     loss_of(model, ids.chunk(dist.get_world_size())[dist.get_rank()]).backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
-from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights, weight_names
+from tilemoe.integrations.quantized_weight import FrozenWeight, quantized_weights, weight_names
 from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.testing import assert_equal
 
@@ -64,7 +64,7 @@ def test_a_step_is_that_of_the_dequantised_model(family: str) -> None:
     model.gradient_checkpointing_enable()
     peft = adapted(model, target_modules=["q_proj", "q_b_proj"])
     loss, logits, grads = step(peft)
-    assert all(isinstance(w, QuantizedWeight) for _, _, w in quantized_weights(peft))
+    assert all(isinstance(w, FrozenWeight) for _, _, w in quantized_weights(peft))
     assert dequantize_experts(peft) == 2 * FAMILIES[family].moe_layers
     model.set_experts_implementation("eager")
     want_loss, want_logits, want = step(peft)
@@ -111,6 +111,35 @@ def test_peft_s_path_makes_no_weight_whole() -> None:
     assert largest(peft) <= size // 8
     dequantize_experts(peft)
     assert largest(peft) >= 2 * size, "PEFT makes plain weights whole"
+    integration.use(peft)
+    assert largest(peft) <= size // 8, "after it, none of those either"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_on_plain_experts_are_what_peft_makes_of_them(family: str) -> None:
+    """After `use` of a model that PEFT has wrapped: one adapter, two at once, none, eager experts, and taken away."""
+    peft = adapted(wide(family))
+    peft.add_adapter("second", LoraConfig(r=3, target_modules=[], target_parameters=EXPERTS))
+    for parameter in peft.parameters():
+        if parameter.ndim == 2 and not parameter.any():
+            nn.init.normal_(parameter, 0.0, 0.1, torch.Generator().manual_seed(1))
+    model = peft.get_base_model()
+    model.set_experts_implementation("eager")
+    for taken in (False, True):
+        found = []
+        for active in (["default"], ["default", "second"]):
+            peft.base_model.set_adapter(active)
+            found.append(step(peft))
+        with peft.disable_adapter():
+            found.append(peft(input_ids=tokens()).logits)
+        if not taken:
+            want = found
+            integration.use(peft)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    model.set_experts_implementation("eager")
+    assert_equal(step(copy.deepcopy(peft))[1:2], want[1][1:2])
+    model.set_experts_implementation("tilemoe")
+    torch.testing.assert_close(peft.unload()(input_ids=tokens()).logits, want[2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("storage", ["nf4_double", "mxfp4"])

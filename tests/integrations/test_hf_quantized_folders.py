@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers import auto
 
 from tilemoe.integrations.quantized import TilemoeConfig, quantize_experts, register_quantizer, unregister_quantizer
-from tilemoe.integrations.quantized_weight import QuantizedWeight, quantize_weight, quantized_weights
+from tilemoe.integrations.quantized_weight import FrozenWeight, quantize_weight, quantized_weights
 from tilemoe.kernels.experts.formats.mxfp4 import quantize_mxfp4
 from tilemoe.testing import assert_equal
 
@@ -51,7 +51,7 @@ def loaded(model: PreTrainedModel, folder: Path, config: Any = None, **more: Any
 def tensors(model: nn.Module) -> list[Tensor]:
     """Every parameter and buffer by its bits, in order."""
     state = dict(sorted(model.state_dict().items()))
-    return [t for each in state.values() for t in (each.tensors() if isinstance(each, QuantizedWeight) else [each])]
+    return [t for each in state.values() for t in (each.tensors() if isinstance(each, FrozenWeight) else [each])]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,7 +110,7 @@ def test_a_folder_of_gpt_oss_s_own_is_not_dequantised(tmp_path: Path, monkeypatc
     theirs = loaded(plain, tmp_path / "own", Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
     monkeypatch.setattr(Mxfp4Dequantize, "convert", None)
     model = loaded(plain, tmp_path / "own", TilemoeConfig("mxfp4"), dtype=torch.bfloat16)
-    found = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedWeight)}
+    found = {name: weight for name, weight in model.named_parameters() if isinstance(weight, FrozenWeight)}
     assert len(found) == 4
     for name, weight in found.items():
         assert_equal([weight.dense()], [theirs.get_parameter(name).detach()])
@@ -149,7 +149,7 @@ def test_no_more_than_a_layer_is_ever_in_bf16(tmp_path: Path, monkeypatch: pytes
 
     def counting(*args: Any) -> nn.Parameter:
         nonlocal peak
-        alive = (each for each in gc.get_objects() if isinstance(each, Tensor) and type(each) is not QuantizedWeight)
+        alive = (each for each in gc.get_objects() if isinstance(each, Tensor) and type(each) is not FrozenWeight)
         stores = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in alive
@@ -161,7 +161,7 @@ def test_no_more_than_a_layer_is_ever_in_bf16(tmp_path: Path, monkeypatch: pytes
     gc.collect()
     monkeypatch.setattr("tilemoe.integrations.quantized.quantize_weight", counting)
     model = kind.from_pretrained(tmp_path, quantization_config=TilemoeConfig(), dtype=torch.bfloat16)
-    rest = sum(p.numel() * 2 for p in model.parameters() if not isinstance(p, QuantizedWeight))
+    rest = sum(p.numel() * 2 for p in model.parameters() if not isinstance(p, FrozenWeight))
     assert len(list(quantized_weights(model))) == 12
     assert layer / 2 < peak < 2 * layer + rest
 

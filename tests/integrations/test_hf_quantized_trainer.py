@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import TilemoeConfig
-from tilemoe.integrations.quantized_weight import QuantizedWeight, quantized_weights
+from tilemoe.integrations.quantized_weight import FrozenWeight, quantized_weights
 from tilemoe.testing import assert_equal
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_sft.py"))
@@ -47,7 +47,7 @@ def trained(base: Path, out: Path, tokenizer: Any, resume: Path | None = None) -
     trainer.train(resume_from_checkpoint=resume and str(resume))
     weights = [weight for _, _, weight in quantized_weights(trainer.model)]
     assert len(weights) == 4
-    assert {type(weight) for weight in weights} == {QuantizedWeight}
+    assert {type(weight) for weight in weights} == {FrozenWeight}
     found = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     return [found[step] for step in sorted(found)], [p for p in trainer.model.parameters() if p.requires_grad]
 

@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 
 from tilemoe.checks import require_choice, require_type, shown
 from tilemoe.integrations.quantized_weight import (
-    QuantizedWeight,
+    FrozenWeight,
     check_quantizable,
     loaded,
     make_dense,
@@ -224,7 +224,7 @@ class TilemoeQuantizer(HfQuantizer):
         for name, module in experts_modules(model):
             module.requires_grad_(False)
             for weight in weight_names(module):
-                if not isinstance(getattr(module, weight), QuantizedWeight):
+                if not isinstance(getattr(module, weight), FrozenWeight):
                     raise ValueError(f"the folder has no weights {name}.{weight}; save or download it again")
         if self.linear is not None and self.linear_at_once is None:
             _quantize_linear(model, self.linear)
@@ -233,7 +233,7 @@ class TilemoeQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
-        for name in [name for name, value in state.items() if isinstance(value, QuantizedWeight)]:
+        for name in [name for name, value in state.items() if isinstance(value, FrozenWeight)]:
             names = saved_names(self.quantization_config.experts)
             for part, tensor in zip(names, saved(state.pop(name)), strict=True):
                 state[f"{name}_{part}"] = tensor
@@ -312,7 +312,7 @@ def _left_out_of_ddp(model: nn.Module) -> list[str]:
     """The names of the weights in 4 bit, bare and as PEFT wraps them; DistributedDataParallel would broadcast them."""
     found = []
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedWeight):
+        if isinstance(parameter, FrozenWeight):
             module, _, key = name.rpartition(".")
             wrapped = (f"{module}{'.base_layer' * wrappers}.{key}" for wrappers in range(3))
             found += [f"{prefix}{each}" for each in wrapped for prefix in ("", "base_model.model.")]

@@ -3,7 +3,7 @@
 d hidden_size · n intermediate_size · E experts · p, q the last two dimensions of a weight, as its module has it
 r rank of an adapter
 
-A `QuantizedWeight` takes the place of a stacked parameter (E, p, q) under its name, with its shape and dtype, so that
+A `FrozenWeight` takes the place of a stacked parameter (E, p, q) under its name, with its shape and dtype, so that
 transformers and PEFT treat it as the frozen weight that it stands for. What PEFT would add to it,
 ``W + scale left right``, stays apart: `tilemoe.ops.lora.moe_lora` multiplies by ``left`` and ``right``, and no weight
 is ever made whole.
@@ -12,6 +12,7 @@ is ever made whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from tilemoe.integrations.gates import name_of
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
-from tilemoe.kernels.experts.formats.packed import PackedWeight
+from tilemoe.kernels.experts.formats.packed import PackedWeight, Weight
 from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.ops.lora import Adapters
 
@@ -37,37 +38,53 @@ class LowRank(NamedTuple):
     scale: float
 
 
-class QuantizedWeight(Tensor):
-    """A frozen weight (E, p, q) of ``dtype`` that is stored in 4 bit, and what an adapter adds to it, if anything."""
+class FrozenWeight(Tensor):
+    """A frozen weight (E, p, q) of ``dtype``, and what adapters add to it, if anything.
 
-    stored: PackedWeight
+    It is stored in 4 bit; one that is a parameter of no module, and is there for its adapters, may be plain.
+    """
+
+    stored: Weight
     added: LowRank | None
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedWeight], stored: PackedWeight, dtype: torch.dtype, added: LowRank | None = None
-    ) -> QuantizedWeight:
-        codes = stored.codes
-        made: QuantizedWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=codes.device)
+        cls: type[FrozenWeight], stored: Weight, dtype: torch.dtype, added: LowRank | None = None
+    ) -> FrozenWeight:
+        device = (stored if isinstance(stored, Tensor) else stored.codes).device
+        made: FrozenWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=device)
         made.stored, made.added = stored, added
         return made
 
     def tensors(self) -> list[Tensor]:
         """What it consists of, codes first."""
+        assert isinstance(self.stored, PackedWeight), "a parameter"
         return list(self.stored.tensors.values())
 
-    def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
+    def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FrozenWeight:
         """Of what ``function`` makes of its tensors."""
-        return QuantizedWeight(type(self.stored)(*map(function, self.tensors())), dtype or self.dtype)
+        return FrozenWeight(self._like(*map(function, self.tensors())), dtype or self.dtype)
 
-    def transpose(self, first: int, second: int) -> QuantizedWeight:
+    def _like(self, *tensors: Tensor) -> PackedWeight:
+        assert isinstance(self.stored, PackedWeight), "a parameter"
+        return type(self.stored)(*tensors)
+
+    def transpose(self, first: int, second: int) -> FrozenWeight:
         """(E, q, p), not a parameter."""
         added = self.added and LowRank(self.added.right.mT, self.added.left.mT, self.added.scale)
-        return QuantizedWeight(self.stored.transpose(first, second), self.dtype, added)
+        return FrozenWeight(self.stored.transpose(first, second), self.dtype, added)
+
+    def with_product(self, more: LowRank) -> FrozenWeight:
+        """With ``more`` added to what is: adapters beside each other are one of their summed rank."""
+        if self.added is not None:
+            left = torch.cat((self.added.left * (self.added.scale / more.scale), more.left), 2)
+            more = LowRank(left, torch.cat((self.added.right, more.right), 1), more.scale)
+        return FrozenWeight(self.stored, self.dtype, more)
 
     @torch.no_grad()
     def dense(self) -> Tensor:
         """(E, p, q) in its dtype, one expert at a time, without what an adapter adds."""
+        assert isinstance(self.stored, PackedWeight), "a parameter"
         dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for expert, matrix in enumerate(dense):
             matrix.copy_(self.stored.expert(expert, self.dtype))
@@ -84,15 +101,15 @@ class QuantizedWeight(Tensor):
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[QuantizedWeight, tuple[()]] | None:
+    ) -> tuple[FrozenWeight, tuple[()]] | None:
         """The whole weight, of views of what was gathered, which FSDP2 frees and fills again."""
         if out is not None:
             return None
         if len(gathered) < len(self.tensors()):  # this process is alone
-            return QuantizedWeight(self.stored, param_dtype), ()
+            return FrozenWeight(self.stored, param_dtype), ()
         pairs = zip(gathered, self.tensors(), strict=True)
         whole = [t if shard.is_contiguous() else t.mT for t, shard in pairs]
-        return QuantizedWeight(type(self.stored)(*whole), param_dtype), ()
+        return FrozenWeight(self._like(*whole), param_dtype), ()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self.stored).__name__} {tuple(self.shape)} of {self.dtype} on {self.device}"
@@ -101,7 +118,7 @@ class QuantizedWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.baddbmm:  # PEFT's ``W + scale left right``; here, above autograd, which must see both
             weight, left, right = args
-            return QuantizedWeight(weight.stored, weight.dtype, LowRank(left, right, kwargs["alpha"]))
+            return weight.with_product(LowRank(left, right, kwargs["alpha"]))
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
@@ -111,7 +128,7 @@ class QuantizedWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         weight, aten = args[0], torch.ops.aten
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, FrozenWeight):
             if func in (aten.detach.default, aten.alias.default):
                 return weight.mapped(Tensor.detach)
             if func is aten.clone.default:
@@ -125,17 +142,17 @@ class QuantizedWeight(Tensor):
         raise ValueError(f"{func} has an expert weight in 4 bit for an argument; {_INSTEAD}")
 
 
-def _experts(weight: QuantizedWeight, dim: int, start: int, stop: int) -> QuantizedWeight:
+def _experts(weight: FrozenWeight, dim: int, start: int, stop: int) -> FrozenWeight:
     if dim != 0:
         raise ValueError("experts in 4 bit are shared whole: take a number of processes that divides theirs")
     return weight.mapped(lambda t: t[start:stop])
 
 
-def _split(weight: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWeight]:
+def _split(weight: FrozenWeight, size: int, dim: int = 0) -> list[FrozenWeight]:
     return [_experts(weight, dim, at, at + size) for at in range(0, weight.shape[0], size)]
 
 
-def _copy(weight: QuantizedWeight, other: QuantizedWeight, *_: Any) -> QuantizedWeight:
+def _copy(weight: FrozenWeight, other: FrozenWeight, *_: Any) -> FrozenWeight:
     for own, given in zip(weight.tensors(), other.tensors(), strict=True):
         own.copy_(given)
     return weight
@@ -154,7 +171,7 @@ _SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def adapters_of(w1: QuantizedWeight, w2: QuantizedWeight) -> Adapters:
+def adapters_of(w1: FrozenWeight, w2: FrozenWeight) -> Adapters:
     """What PEFT adds to w1 (E, w, d) and w2 (E, d, n); zeros for a weight to which it adds nothing.
 
     Of two ranks the smaller is filled up by zeros, and of two scales w2's is multiplied into down_b.
@@ -168,12 +185,11 @@ def adapters_of(w1: QuantizedWeight, w2: QuantizedWeight) -> Adapters:
     return Adapters(up_a.contiguous(), up_b.contiguous(), down_a.contiguous(), down_b.contiguous(), scale)
 
 
-def _of_rank(weight: QuantizedWeight, rank: int) -> LowRank:
+def _of_rank(weight: FrozenWeight, rank: int) -> LowRank:
     if weight.added is None:
         experts, p, q = weight.shape
-        codes = weight.stored.codes
-        left, right = (codes.new_zeros(shape, dtype=weight.dtype) for shape in ((experts, p, rank), (experts, rank, q)))
-        return LowRank(left, right, 1.0)
+        zeros = partial(torch.zeros, dtype=weight.dtype, device=weight.device)
+        return LowRank(zeros(experts, p, rank), zeros(experts, rank, q), 1.0)
     left, right, scale = weight.added
     more = rank - left.shape[2]
     return LowRank(nn.functional.pad(left, (0, more)), nn.functional.pad(right, (0, 0, 0, more)), scale)
@@ -188,11 +204,11 @@ def make_dense(model: nn.Module) -> int:
     return count
 
 
-def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, QuantizedWeight]]:
+def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWeight]]:
     """Each weight that is in 4 bit, after the module that has it and its name there."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, QuantizedWeight):
+            if isinstance(parameter, FrozenWeight):
                 yield module, name, parameter
 
 
@@ -208,7 +224,7 @@ def saved_names(storage: str) -> tuple[str, ...]:
     return ("blocks", "scales") if storage == _MXFP4 else STORAGES[storage].parts
 
 
-def saved(weight: QuantizedWeight) -> tuple[Tensor, ...]:
+def saved(weight: FrozenWeight) -> tuple[Tensor, ...]:
     """What a folder has of a weight, in the order of `saved_names`; of MXFP4 that is gpt-oss's own layout."""
     stored = weight.stored
     if not isinstance(stored, Mxfp4Weight):
@@ -226,7 +242,7 @@ def loaded(parts: list[Tensor], storage: str, dtype: torch.dtype, is_transposed:
 
 
 def _parameter(stored: PackedWeight, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(QuantizedWeight(stored, dtype), requires_grad=False)
+    return nn.Parameter(FrozenWeight(stored, dtype), requires_grad=False)
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:
@@ -237,7 +253,7 @@ def weight_names(module: nn.Module) -> tuple[str, str]:
 def check_quantizable(module: nn.Module, storage: str) -> None:
     """ValueError unless the experts of ``module`` can be stored so; it may be on the meta device."""
     first, second = (getattr(module, name, None) for name in weight_names(module))
-    if isinstance(first, QuantizedWeight):
+    if isinstance(first, FrozenWeight):
         raise _refusal(module, f"it is {first!r} already; call dequantize_experts first")
     if type(first) is not nn.Parameter or type(second) is not nn.Parameter or not first.ndim == second.ndim == 3:
         raise _refusal(module, "its weights are no whole stacked parameters; quantise before processes divide them")

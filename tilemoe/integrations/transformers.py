@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
-from tilemoe.integrations.divided_adapters import with_adapters
+from tilemoe.integrations.divided_adapters import take_adapters, with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
-from tilemoe.integrations.quantized_weight import QuantizedWeight, adapters_of
+from tilemoe.integrations.quantized_weight import FrozenWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
@@ -117,6 +117,8 @@ def use(model: nn.Module) -> int:
         config: Any = module.config
         if config._experts_implementation != NAME:  # a copy of experts has one of its own, which the model cannot reach
             config._experts_implementation = NAME
+    for name in modules:
+        take_adapters(model, name)
     return len({layer_of(name) for name in modules})
 
 
@@ -136,7 +138,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if x.dtype != weights.w1.dtype and autocast_dtype(x.device.type) is None:
         x = x.to(weights.w1.dtype)
     dispatcher, out = _dispatcher_of(self), None
-    if isinstance(dispatcher, LocalDispatcher) and not isinstance(weights.w1, QuantizedWeight):
+    if isinstance(dispatcher, LocalDispatcher) and not _has_frozen(weights):
         out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
     if out is None:
         down_proj: Any = self.down_proj  # of all experts, where `weights` are those of this process
@@ -163,10 +165,16 @@ def _moe(here: Dispatched, weights: _Weights, activation: Activation) -> Tensor:
         "activation_alpha": activation.alpha,
     }
     w1, w2 = weights.w1, weights.w2
-    if isinstance(w1, QuantizedWeight) and isinstance(w2, QuantizedWeight):
+    if _has_frozen(weights):
+        w1, w2 = (each if isinstance(each, FrozenWeight) else FrozenWeight(each, each.dtype) for each in (w1, w2))
         adapters = adapters_of(w1, w2)
         return moe_lora(here.x, w1.stored, w2.stored, here.plan, here.scores, adapters, **settings)
     return moe(here.x, w1, w2, here.plan, here.scores, **settings)
+
+
+def _has_frozen(weights: _Weights) -> bool:
+    """Whether a weight is in 4 bit, or has adapters apart from it."""
+    return isinstance(weights.w1, FrozenWeight) or isinstance(weights.w2, FrozenWeight)
 
 
 def check_experts(module: nn.Module) -> None:
@@ -239,7 +247,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise refusal(module, f"it has no weight {name}; quantised weights are not computed")
     tensor = _dispatcher_of(module).local_weight(tensor)
-    if isinstance(tensor, QuantizedWeight):
+    if isinstance(tensor, FrozenWeight):
         if tensor.requires_grad:
             raise ValueError(
                 f"{name_of(module)} has {name} in 4 bit, which cannot be trained; call {name}.requires_grad_(False)"
