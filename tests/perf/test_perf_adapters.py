@@ -81,10 +81,11 @@ def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int, mon
         return found
 
     monkeypatch.setattr(lora, "_activation_grads", noted)
-    _, h, u = lora._run(x, *weights, s, *low_rank, None, None, None, None, 2.0, plan, spec, backend)
+    no_scales, plain = [None] * 4, ("dense dense", 2.0, plan, spec, backend)
+    _, h, u = lora._run(x, *weights, s, *low_rank, None, None, *no_scales, *plain)
     forward = backend.most - h.nbytes - u.nbytes
     backend.known, backend.alive, backend.most = {t.untyped_storage()._cdata for t in (h, u, s)}, {}, 0
-    lora._run_grad(do, x, *weights, s, *low_rank, None, None, None, h, u, 2.0, plan, spec, backend)
+    lora._run_grad(do, x, *weights, s, *low_rank, None, *no_scales, h, u, *plain)
     beside = x.nbytes + 4 * 4 * rows
     assert max(forward, backend.most) == pytest.approx(adapters.working_bytes(shape, rank) - beside, rel=0.02)
 
