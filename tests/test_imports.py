@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -272,3 +273,9 @@ print(seconds)
 """
     )
     assert float(out) < 2.0, f"importing tilemoe.MoE took {out} s beyond torch's own import"
+
+
+def test_no_two_modules_of_the_tests_share_a_name() -> None:
+    """Processes of a job import them by it, whatever their folder."""
+    names = [path.stem for path in Path(__file__).parent.rglob("*.py") if path.stem not in ("conftest", "__init__")]
+    assert not [name for name, count in Counter(names).items() if count > 1]

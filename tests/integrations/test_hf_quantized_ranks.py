@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from quantized_checks import CHECKS
+from hf_quantized_checks import CHECKS
 from ranks import named, run_on_ranks
 
 pytestmark = pytest.mark.dist
