@@ -9,13 +9,12 @@ computes the same, only where its operands demand it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
-import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts import selftest
 from tilemoe.kernels.experts.blackwell import configs, host, serves
 from tilemoe.kernels.experts.formats.operand import GemmOperand, WeightOperand
 from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
@@ -31,7 +30,7 @@ from tilemoe.runtime.device import Device, device_of
 class BlackwellBackend(TritonBackend):
     name = "blackwell"
     batch_invariance = "not tested"
-    nf4_batch_invariance = "not tested"
+    packed = MappingProxyType({"nf4": "not tested", "mxfp4": "not tested"})
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)
@@ -103,8 +102,7 @@ def _device(rows: Tensor, plan: RoutingPlan, *widths: int) -> Device | None:
     ValueError on a GPU, or with a Triton, that the Blackwell kernels do not run on, or where their self-test failed.
     """
     device = device_of(rows)
-    why = configs.why_unsupported(device, triton.__version__) or selftest.why_not("blackwell", rows.device)
-    if why is not None:
+    if (why := serves.why_not(device, rows.device)) is not None:
         raise ValueError(f"kernels='blackwell': {why}; pass kernels=None or 'triton'")
     if rows.dtype not in DTYPES or plan.capacity == 0 or any(width % WIDTH_MULTIPLE for width in widths):
         return None

@@ -7,10 +7,14 @@ import triton
 
 from tilemoe.kernels.experts import selftest
 from tilemoe.kernels.experts.blackwell import configs
-from tilemoe.runtime.device import gpu
+from tilemoe.runtime.device import Device, gpu
 
 
 def why_unsupported(device: torch.device) -> str | None:
     """Why these kernels cannot run on a GPU, or did not pass their self-test there, in a line; None if they did."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return configs.why_unsupported(gpu(index), triton.__version__) or selftest.why_not("blackwell", device)
+    return why_not(gpu(torch.cuda.current_device() if device.index is None else device.index), device)
+
+
+def why_not(found: Device, device: torch.device) -> str | None:
+    """As `why_unsupported`, of a GPU whose properties are found already."""
+    return configs.why_unsupported(found, triton.__version__) or selftest.why_not("blackwell", device)
