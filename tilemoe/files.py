@@ -232,6 +232,14 @@ def sha256_file(path: Path, piece: int = _HASH_CHUNK) -> str:
     return digest.hexdigest()
 
 
+def digest_of_sources(folder: Path) -> str:
+    """Hex digest of the Python files in a folder and below: checkouts of one version differ."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def fsync(path: Path) -> None:
     """Force a file's content, or a folder's entries (creations, renames, deletions), to the disk."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

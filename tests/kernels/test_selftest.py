@@ -23,6 +23,7 @@ import triton
 from helpers import HANGS, raises_one_line
 
 from tilemoe.cli import doctor_checks
+from tilemoe.files import digest_of_sources
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts import registry, selftest
 from tilemoe.kernels.experts.blackwell import backend as blackwell_backend
@@ -64,7 +65,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Not so a zombie, which whoever adopted it has yet to reap."""
+    """Whether the process runs. One that has ended, and that its parent has not reaped yet, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -271,9 +272,9 @@ def test_a_gpu_for_one_process_is_not_tried(asked: list[list[str] | None], monke
 
 def test_the_sources_are_in_the_key(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text("one")
-    before = selftest._digest.__wrapped__(tmp_path)
+    before = digest_of_sources(tmp_path)
     (tmp_path / "kernel.py").write_text("another")
-    assert selftest._digest.__wrapped__(tmp_path) != before
+    assert digest_of_sources(tmp_path) != before
 
 
 def test_nvidia_smi_is_asked_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import platform
 import signal
@@ -19,7 +18,7 @@ import torch
 import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
-from tilemoe.files import owned_folder, write_atomic
+from tilemoe.files import digest_of_sources, owned_folder, write_atomic
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.models.flops import flops_per_token
 from tilemoe.plots import png, run_figure
@@ -47,6 +46,7 @@ Made = TypeVar("Made")
 _FIXED = ("data.", "optim.name ", "train.seed ")  # what a resumed run keeps
 _OF_A_STEP = ("data.batch_size ", "train.accumulation ")  # what it keeps unless a step has the same sequences
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def settings_of_process(
 ) -> dict[str, Any]:
     """All that decides what this process computes and writes, and must be the same in all processes of a job."""
     return {
-        "tilemoe": f"{tilemoe.__version__}, source {_source_digest()[:12]}",
+        "tilemoe": f"{tilemoe.__version__}, source {digest_of_sources(_PACKAGE)[:12]}",
         "torch": torch.__version__,
         "the kind of device": device.type,
         **_without_places(recipe),  # each host may have its own
@@ -262,14 +262,6 @@ def settings_of_process(
         "--init-from": None if init_from is None else str(init_from),
         "the checkpoint to go on from": None if checkpoint is None else checkpoint.path.name,
     }
-
-
-def _source_digest() -> str:
-    """Of the package's files: checkouts of the same version differ."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

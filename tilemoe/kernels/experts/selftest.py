@@ -5,7 +5,6 @@ It runs once for each kind of GPU, driver, Triton and source of the kernels, in 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tilemoe.files import digest_of_sources
 from tilemoe.runtime.device import nvidia_smi, triton_version
 from tilemoe.runtime.tracing import warn_once
 from tilemoe.runtime.verdict import Verdict, verdict_of
@@ -57,7 +57,7 @@ def said_of(found: Verdict) -> str | None:
 
 def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:
     """The self-test's, which is made where none is kept, or ``again``. backend: a name, or "module:Class"."""
-    key, hindrance = {"backend": backend, "triton": triton_version(), "source": _digest(_SOURCES)}, None
+    key, hindrance = {"backend": backend, "triton": triton_version(), "source": _digest_of_kernels()}, None
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         gpu = torch.cuda.get_device_properties(device)
@@ -75,9 +75,5 @@ def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:
 
 
 @cache
-def _digest(folder: Path) -> str:
-    """Of the sources in a folder and below."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def _digest_of_kernels() -> str:
+    return digest_of_sources(_SOURCES)[:16]
