@@ -58,7 +58,7 @@ def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
     if moe is None:
         return count_parameters(model)
     per_expert = _expert_matrices(moe) + _expert_biases(moe)
-    idle_experts = (model.num_layers - model.num_dense_layers) * (moe.num_experts - moe.num_experts_per_tok)
+    idle_experts = model.num_moe_layers * (moe.num_experts - moe.num_experts_per_tok)
     return count_parameters(model) - idle_experts * per_expert
 
 
@@ -77,7 +77,7 @@ def _matrices(model: ModelSizes, *, active: bool) -> int:
         experts = moe.num_experts_per_tok if active else moe.num_experts
         shared = moe.shared_intermediate_size * (3 if moe.is_gated else 2) + (1 if moe.shared_gate else 0)
         layer = experts * _expert_matrices(moe) + d * moe.num_experts + d * shared
-        total += (model.num_layers - model.num_dense_layers) * layer
+        total += model.num_moe_layers * layer
     return total
 
 
@@ -89,7 +89,7 @@ def _vectors(model: ModelSizes) -> int:
         return vectors
     moe = model.moe
     biases = moe.num_experts * (_expert_biases(moe) + (1 if moe.router.bias else 0))
-    return vectors + (model.num_layers - model.num_dense_layers) * biases
+    return vectors + model.num_moe_layers * biases
 
 
 def _expert_matrices(moe: MoEConfig) -> int:

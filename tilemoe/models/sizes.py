@@ -65,6 +65,10 @@ class ModelSizes:
     def num_layers(self) -> int:
         return sum(count for count, _ in self.mixers)
 
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
 
 def attention_mixer(
     d: int, heads: int, kv_heads: int, width: int, *, vectors: int = 0, normed: bool = False, window: int | None = None

@@ -11,9 +11,8 @@ a bf16 copy until its backward.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
@@ -22,6 +21,7 @@ from tilemoe.kernels.experts.slicing import widest
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.sizes import ModelSizes, sizes_of
 from tilemoe.perf import training
+from tilemoe.perf.exchange import share_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.shape import MoEShape
 
@@ -31,7 +31,6 @@ CARD_BYTES = 0.95 * 2**30  # of each GiB that a card is sold with: the rest is t
 BITS = {"nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32, "dense": 32.0}
 MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # of a parameter: two moments
 _BF16, _FP32 = 2, 4
-_MOST_SEQUENCES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,8 @@ class Tuning:
     @property
     def setup(self) -> training.Setup:
         """What it shares with training in full: the blocks' activations."""
-        wrapped = self.experts != "dense"
-        settings = {"wrapped": wrapped, "checkpointing": self.checkpointing}
-        return training.Setup(self.model, self.gpu, 1, 1, self.seq_len, **settings)  # type: ignore[arg-type]
+        is_bf16, mode = self.experts != "dense", self.checkpointing
+        return training.Setup(self.model, self.gpu, 1, 1, self.seq_len, wrapped=is_bf16, checkpointing=mode)
 
 
 def adapter_parameters(tuning: Tuning) -> int:
@@ -66,14 +64,14 @@ def adapter_parameters(tuning: Tuning) -> int:
     d = sizes.hidden_size
     of_experts = moe.num_experts * (2 * d + moe.up_rows + moe.intermediate_size)
     of_mixers = sum(count * (4 * d + mixer.matrices // d) for count, mixer in sizes.mixers)
-    return tuning.rank * (_moe_layers(sizes) * of_experts + of_mixers)
+    return tuning.rank * (sizes.num_moe_layers * of_experts + of_mixers)
 
 
 def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
     """Bytes by part, at the peak of a step with micro-batches of ``sequences``."""
     sizes, moe, tokens = sizes_of(tuning.model), tuning.moe, sequences * tuning.seq_len
     of_experts = moe.num_experts * (moe.up_rows + moe.intermediate_size) * sizes.hidden_size
-    experts, trained = _moe_layers(sizes) * of_experts, adapter_parameters(tuning)
+    experts, trained = sizes.num_moe_layers * of_experts, adapter_parameters(tuning)
     rest = count_parameters(sizes) - experts
     is_dense = tuning.experts == "dense"
     copies = 0
@@ -93,11 +91,7 @@ def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
 
 def largest_micro_batch(tuning: Tuning, usable_bytes: float) -> int:
     """The most sequences of a micro-batch that fit; 0: not even one."""
-
-    def is_over(sequences: int) -> bool:
-        return sum(memory_parts(tuning, sequences).values()) > usable_bytes
-
-    return bisect_left(range(1, _MOST_SEQUENCES), True, key=is_over)
+    return training.most_that_fit(lambda sequences: sum(memory_parts(tuning, sequences).values()) <= usable_bytes)
 
 
 def working_bytes(shape: MoEShape, rank: int) -> int:
@@ -115,25 +109,13 @@ def _kept_products(tuning: Tuning, tokens: int) -> int:
         return 0
     sizes = sizes_of(tuning.model)
     attention = 0 if tuning.checkpointing == "attention" else 4 * sizes.num_layers
-    return _BF16 * tuning.rank * tokens * (_moe_layers(sizes) * tuning.moe.num_experts_per_tok + attention)
+    return _BF16 * tuning.rank * tokens * (sizes.num_moe_layers * tuning.moe.num_experts_per_tok + attention)
 
 
 def _working_bytes(tuning: Tuning, tokens: int) -> int:
-    moe = tuning.moe
-    shape = MoEShape(
-        tokens,
-        moe.hidden_size,
-        moe.intermediate_size,
-        moe.num_experts,
-        moe.num_experts_per_tok,
-        is_gated=moe.is_gated,
-    )
+    shape = share_of(replace(tuning.moe, save="full"), tokens, 1)  # which adapters need
     working = working_bytes(shape, tuning.rank)
     return training.repeated_bytes(tuning.setup, tokens, working + _BF16 * tuning.rank * shape.num_rows)
-
-
-def _moe_layers(sizes: ModelSizes) -> int:
-    return sizes.num_layers - sizes.num_dense_layers
 
 
 def tuning_plan(

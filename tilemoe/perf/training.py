@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
@@ -29,7 +30,6 @@ from tilemoe.models.sizes import Mixer, ModelSizes, sizes_of
 from tilemoe.perf.exchange import LINK_SHARE, exchange_bytes, share_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
-from tilemoe.shape import MoEShape
 
 USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the allocator cannot hand out
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
@@ -80,7 +80,7 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     if setup.is_sharded:
         copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
     if setup.dtype == "fp8":  # both copies, of a byte each: of all blocks where they are kept, of one where not
-        layers = 1 if setup.gpus > 1 or is_block_repeated else _moe_layers(setup)
+        layers = 1 if setup.gpus > 1 or is_block_repeated else setup.sizes.num_moe_layers
         copies += 2 * layers * experts
     return {
         "weights": _FP32 * share,
@@ -101,7 +101,12 @@ def fits(setup: Setup, sequences: int) -> bool:
 
 def largest_micro_batch(setup: Setup) -> int:
     """The most sequences of a micro-batch that fit; 0 where not even one does."""
-    return bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda sequences: not fits(setup, sequences))
+    return most_that_fit(partial(fits, setup))
+
+
+def most_that_fit(does_fit: Callable[[int], bool]) -> int:
+    """The most sequences of a micro-batch for which it is true, as for all fewer; 0: not even one."""
+    return bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda sequences: not does_fit(sequences))
 
 
 def cheapest_that_fits(setup: Setup, modes: Sequence[Checkpointing] = CHECKPOINTING_MODES) -> Setup | None:
@@ -132,13 +137,13 @@ def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
     flops = flops_per_token(model, setup.seq_len) + repeated_flops_per_token(model, setup.checkpointing, setup.seq_len)
     seconds = flops / (mfu * 1e12 * setup.gpu.stated_tflops())
     if moe is not None:
-        shape, forwards = _shape(setup, moe, tokens), 2 if setup.checkpointing == "block" else 1
+        shape, forwards = share_of(moe, tokens, setup.expert_parallel), 2 if setup.checkpointing == "block" else 1
         if setup.dtype == "fp8":
             gains = (a - b for a, b in zip(layer_ms(shape, setup.gpu), layer_ms(shape, setup.gpu, "fp8"), strict=True))
             gain = sum(count * each for count, each in zip((forwards, 1), gains, strict=True))
-            seconds -= _moe_layers(setup) * gain / 1e3 / tokens
+            seconds -= setup.sizes.num_moe_layers * gain / 1e3 / tokens
         moved = (forwards + 1) / 2 * exchange_bytes(moe, tokens, setup.expert_parallel, setup.dtype)
-        seconds += _moe_layers(setup) * moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9) / tokens
+        seconds += setup.sizes.num_moe_layers * moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9) / tokens
     return _DAY * setup.gpus / seconds
 
 
@@ -154,17 +159,13 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
     return attention + max(dense, experts + shared + moe.num_experts * moe.hidden_size), experts
 
 
-def _moe_layers(setup: Setup) -> int:
-    return setup.sizes.num_layers - setup.sizes.num_dense_layers
-
-
 def kept_bytes(setup: Setup, tokens: int) -> int:
     """What all blocks keep for the backward. A recomputed block keeps its input alone, recomputed attention nothing."""
     model = setup.sizes
     if setup.checkpointing == "block":
         return model.num_layers * tokens * (_BF16 if setup.is_sharded else _FP32) * model.hidden_size
     kept = model.num_layers * _stream_bytes(setup, tokens) + model.num_dense_layers * _dense_bytes(setup, tokens)
-    kept += _moe_layers(setup) * _experts_bytes(setup, tokens)
+    kept += setup.sizes.num_moe_layers * _experts_bytes(setup, tokens)
     if setup.checkpointing == "attention":
         return kept
     return kept + sum(count * _mixer_bytes(mixer, tokens) for count, mixer in model.mixers)
@@ -207,7 +208,7 @@ def _experts_bytes(setup: Setup, tokens: int) -> int:
     moe = setup.sizes.moe
     if moe is None:
         return 0
-    kept = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
+    kept = saved_bytes(share_of(moe, tokens, setup.expert_parallel)) + router_saved_bytes(moe, tokens)
     kept += tokens * _BF16 * (3 if moe.is_gated else 2) * moe.shared_intermediate_size
     return kept
 
@@ -235,13 +236,9 @@ def _moe_working_bytes(setup: Setup, tokens: int) -> int:
     moe, processes = setup.sizes.moe, setup.expert_parallel
     if moe is None:
         return 0
-    shape = _shape(setup, moe, tokens)
+    shape = share_of(moe, tokens, setup.expert_parallel)
     pulled = 0 if processes == 1 else 2 * processes * tokens * _BF16 * moe.hidden_size
     return backward_peak_bytes(shape) - kept_h_bytes(shape) + pulled + window_bytes(moe, tokens, processes)
-
-
-def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
-    return share_of(moe, tokens, setup.expert_parallel)
 
 
 def training_plan(
