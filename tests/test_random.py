@@ -61,7 +61,7 @@ def test_moments_and_correlations() -> None:
 def test_chunks_dtypes_and_strides_change_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(*shape)
     assert torch.equal(drawn(*shape, dtype=torch.bfloat16), whole.bfloat16())
-    monkeypatch.setitem(random._CHUNK, "cpu", 200)
+    monkeypatch.setattr(random, "_CPU_CHUNK", 200)
     assert torch.equal(drawn(*shape), whole)
     turned = torch.empty(*shape[:-2], *shape[-2:][::-1]).transpose(-1, -2) if len(shape) > 1 else torch.empty(shape)
     normal_(turned, 1.0, seeded())
