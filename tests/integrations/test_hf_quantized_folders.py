@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hf_models import FAMILIES, LIMIT, tokens
 from safetensors.torch import load_file, save_file
 from test_hf_quantized import adapted, step, wide
@@ -21,10 +20,6 @@ from tilemoe.integrations.quantized import TilemoeConfig, quantize_experts, regi
 from tilemoe.integrations.quantized_weight import FrozenWeight, quantize_weight, quantized_weights
 from tilemoe.kernels.experts.formats.mxfp4 import quantize_mxfp4
 from tilemoe.testing import assert_equal
-
-NEEDS_BITSANDBYTES = pytest.mark.skipif(
-    not transformers.utils.is_bitsandbytes_available(), reason="attention in 4 bit needs bitsandbytes"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +122,6 @@ def test_a_folder_of_gpt_oss_s_own_is_not_dequantised(tmp_path: Path, monkeypatc
     assert sum(".experts." in name for name in grads) == 8
 
 
-@NEEDS_BITSANDBYTES
 def test_attention_in_4_bit_beside_gpt_oss_s_own_experts(tmp_path: Path) -> None:
     plain = gpt_oss_folder(tmp_path / "own")
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
@@ -228,7 +222,6 @@ def test_wrong_settings(settings: dict[str, Any], reason: str) -> None:
         TilemoeConfig(**settings)
 
 
-@NEEDS_BITSANDBYTES
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4"])
 def test_attention_in_4_bit_beside_the_experts(family: str, tmp_path: Path) -> None:
     """Routers and the head stay plain; loaded so, and the experts quantised after bitsandbytes had its part."""

@@ -86,7 +86,8 @@ def test_doubly_quantised_are_those_of_bitsandbytes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 96, 192), (1, 1000, 2880), (3, 5, 64)])
 def test_doubly_quantised_as_by_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional  # its import takes a second
+
     assert_equal(torch.tensor(nested_values()), functional.create_dynamic_map())
     generator = torch.Generator().manual_seed(0)
     dense = (torch.randn(shape, generator=generator) * torch.rand(*shape[:2], 1, generator=generator)).to(dtype)
