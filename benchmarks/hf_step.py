@@ -121,7 +121,7 @@ MODELS = MappingProxyType(
 )
 _TINY = MappingProxyType(
     {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48,
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
         "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
         "sliding_window": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
