@@ -302,7 +302,8 @@ def train(folder: Path, args: argparse.Namespace) -> Row:
         "optim.name": "adamw8bit", "optim.lr": LR, "optim.schedule": "constant", "optim.warmup-steps": 0,
         "data.corpus": args.corpus, "data.seq-len": args.length, "data.batch-size": args.tokens // args.length,
         "parallel.checkpointing": "block", "train.steps": args.steps, "train.accumulation": 1, "train.log-every": 1,
-        "train.eval-every": 0, "train.save-every": 0, "train.seed": args.seed, "train.out-dir": out, "train.device": "auto",
+        "train.eval-every": 0, "train.save-every": 0, "train.seed": args.seed, "train.out-dir": out,
+        "train.device": "auto",
     }  # fmt: skip
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     before, peak = _used(), 0
