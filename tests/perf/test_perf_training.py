@@ -32,12 +32,14 @@ def setup_of(recipe: str, gpus: int, expert_parallel: int = 1) -> Setup:
     return Setup(settings.model, H200, gpus, expert_parallel, settings.data.seq_len)
 
 
-RUNS = recorded("train_throughput", contestant="tilemoe", between_micro_batches="nothing")
+RUNS = recorded("train_throughput", contestant="tilemoe")
 
 
 @pytest.mark.parametrize("row", RUNS, ids=[f"{row['recipe']}-{row['processes']}-{row['time']}" for row in RUNS])
 def test_memory_and_speed_are_those_of_recorded_runs(row: dict[str, Any]) -> None:
-    setup = replace(setup_of(row["recipe"], row["processes"]), wrapped=row["sharded"])
+    setup = replace(
+        setup_of(row["recipe"], row["processes"]), wrapped=row["sharded"], kept=row["between_micro_batches"]
+    )
     parts = memory_parts(setup, row["batch_size"])
     assert sum(parts.values()) == pytest.approx(max(row["peak_bytes"]), rel=0.03)
     daily = tokens_per_day(setup, row["batch_size"], row["mfu"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any, Literal
 
 from tilemoe import plots
 from tilemoe.checks import expand_user, shown
+from tilemoe.cli.batch import sequences_of
 from tilemoe.cli.parsing import parse
 from tilemoe.cli.plan_tables import adapter_lines, exchange_lines, layer_lines, other_lines, training_lines
-from tilemoe.config import MoEConfig, RouterConfig, Save, require_save
+from tilemoe.config import CHECKPOINTING_MODES, MoEConfig, RouterConfig, Save, require_save
 from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
 from tilemoe.models.hf_config import layer_from_hf
@@ -24,15 +24,16 @@ from tilemoe.perf.adapters import BITS, tuning_plan
 from tilemoe.perf.exchange import LINK_SHARE, Hosts, exchange_plan
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
-from tilemoe.perf.training import training_plan
+from tilemoe.perf.proposal import Choices, proposal_rows, ways_to_share
+from tilemoe.perf.training import Setup, training_plan
 from tilemoe.shape import MoEShape
 from tilemoe.train.checkpoints.names import read_recipe
-from tilemoe.train.config import Storage
+from tilemoe.train.config import Recipe, Storage, load_recipe
 
 _PRESET = "olmoe-1b-7b"
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_SEQ_LEN, _SHARED, _MFU = 4096, 8, 0.35
+_SEQ_LEN, _MFU = 4096, 0.35
 _MOST = 1 << 31  # the plan's indices are int32
 
 
@@ -42,6 +43,7 @@ class PlanOptions:
 
     preset: str | None = None  # public model, by its name or the beginning of it; default: olmoe-1b-7b
     checkpoint: str | None = None  # config.json or folder of transformers, a name on the hub, a run or a step_* folder
+    recipe: str | None = None  # the trainer's, by its name or as a .json file
     tokens: int = 32768  # per call, on one GPU
     hidden_size: int | None = None
     intermediate_size: int | None = None  # of one expert
@@ -58,6 +60,8 @@ class PlanOptions:
     expert_parallel: int | None = None  # of --train: GPUs sharing a layer's experts, shown beside 1; default: up to 8
     checkpointing: Literal["cheapest", "none", "attention", "block"] = "cheapest"
     """of --train: what is recomputed, like the trainer's --parallel.checkpointing; cheapest: the cheapest that fits"""
+    global_batch: int | None = None
+    """of --train: sequences of a step of all GPUs, for which settings are proposed; default: a recipe's on --gpus"""
     tokens_per_day: float | None = None  # of --train: also show how many GPUs this takes
     lora: int | None = None  # of --train: plan one GPU that trains adapters of this rank instead of all weights
     experts: Storage | None = None  # of --lora: how frozen experts are stored; default: each way
@@ -77,6 +81,7 @@ class Source:
     layer: MoEConfig
     model: ModelSizes | None
     why_no_model: str = ""
+    recipe: Recipe | None = None
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -119,11 +124,15 @@ def _draw(plan: dict[str, Any], path: Path) -> None:
 
 def source_of(options: PlanOptions) -> Source:
     """The preset or the checkpoint that the options name. ValueError: there is none, or it has no experts."""
+    if sum(given is not None for given in (options.checkpoint, options.preset, options.recipe)) > 1:
+        raise ValueError("--checkpoint, --preset and --recipe name a layer each; leave one of them out")
+    if options.recipe is not None:
+        recipe = load_recipe(options.recipe)
+        model = sizes_of(recipe.model)
+        return Source(recipe.name, _experts("--recipe", options.recipe, model), model, recipe=recipe)
     if options.checkpoint is None:
         name = preset_named("--preset", options.preset or _PRESET)
         return Source(name, MOE_PRESETS[name], SIZES_PRESETS[name])
-    if options.preset is not None:
-        raise ValueError("--checkpoint and --preset name a layer each; leave one of them out")
     file = expand_user(options.checkpoint)
     if file.is_file():
         return _from_hf(file.name, file)
@@ -131,7 +140,7 @@ def source_of(options: PlanOptions) -> Source:
     if is_hf(folder):
         return _from_hf(options.checkpoint, folder / CONFIG_FILE)
     model = sizes_of(read_recipe(folder).model)
-    return Source(options.checkpoint, _experts(options.checkpoint, model), model)
+    return Source(options.checkpoint, _experts("--checkpoint", options.checkpoint, model), model)
 
 
 def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, list[int]]]:
@@ -166,12 +175,12 @@ def _from_hf(name: str, file: Path) -> Source:
         model = sizes_from_hf(data)
     except ValueError as error:
         return Source(name, layer_from_hf(data), None, str(error))
-    return Source(name, _experts(name, model), model)
+    return Source(name, _experts("--checkpoint", name, model), model)
 
 
-def _experts(name: str, model: ModelSizes) -> MoEConfig:
+def _experts(option: str, name: str, model: ModelSizes) -> MoEConfig:
     if model.moe is None:
-        raise ValueError(f"--checkpoint {name}: this model is dense; give one that has experts")
+        raise ValueError(f"{option} {name}: this model is dense; give one that has experts")
     return model.moe
 
 
@@ -181,13 +190,22 @@ def _check(options: PlanOptions) -> None:
         options.gpus_per_host != PlanOptions.gpus_per_host or options.network_gbps is not None
     ):
         raise ValueError("--gpus-per-host and --network-gbps are for --hosts; give --hosts, too")
-    for name in ("seq_len", "mfu", "gpus", "expert_parallel", "checkpointing", "tokens_per_day", "lora"):
+    for name in (
+        "seq_len",
+        "mfu",
+        "gpus",
+        "expert_parallel",
+        "checkpointing",
+        "global_batch",
+        "tokens_per_day",
+        "lora",
+    ):
         if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
     for name in ("experts", "optim"):
         if getattr(options, name) != getattr(PlanOptions, name) and options.lora is None:
             raise ValueError(f"--{name} is for adapters on a whole model; give --train --lora RANK, too")
-    for name in ("mfu", "gpus", "expert_parallel", "tokens_per_day"):
+    for name in ("mfu", "gpus", "expert_parallel", "global_batch", "tokens_per_day"):
         if getattr(options, name) is not None and options.lora is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not for --lora, which plans the memory of one GPU")
     for name in ("seq_len", "gpus", "expert_parallel", "lora"):
@@ -225,16 +243,28 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
         )
     if overridden:
         raise ValueError(f"--train plans {source.name} as it is; leave out {', '.join(overridden)}")
-    seq_len = options.seq_len or min(_SEQ_LEN, source.model.max_seq_len)
+    recipe, moe = source.recipe, replace(source.layer, save=options.save or source.layer.save)
+    seq_len = options.seq_len or (min(_SEQ_LEN, source.model.max_seq_len) if recipe is None else recipe.data.seq_len)
     mode = None if options.checkpointing == "cheapest" else options.checkpointing
     if options.lora is not None:
         storages = BITS if options.experts is None else (options.experts,)
         return tuning_plan(source.model, gpu, seq_len, options.lora, tuple(storages), options.optim, mode)
-    experts, gpus = source.layer.num_experts, options.gpus
-    shared = options.expert_parallel or math.gcd(_SHARED, experts, gpus or 0)
-    if experts % shared or (gpus or 0) % shared:
-        raise ValueError(f"--expert-parallel must divide the {experts} experts and the GPUs, got {shared}")
-    moe = replace(source.layer, save=options.save or source.layer.save)
-    model = replace(source.model, moe=moe)
-    mfu = _MFU if options.mfu is None else options.mfu
-    return training_plan(model, gpu, seq_len, mfu, gpus, shared, options.tokens_per_day, mode)
+    shared = options.expert_parallel or ways_to_share(moe, options.gpus)[-1]
+    if moe.num_experts % shared or (options.gpus or 0) % shared:
+        raise ValueError(f"--expert-parallel must divide the {moe.num_experts} experts and the GPUs, got {shared}")
+    model, mfu = replace(source.model, moe=moe), _MFU if options.mfu is None else options.mfu
+    plan = training_plan(model, gpu, seq_len, mfu, options.gpus, shared, options.tokens_per_day, mode)
+    setup = Setup(model, gpu, plan["gpus"], 1, seq_len, moe.precision)
+    choices = Choices((1, shared), CHECKPOINTING_MODES if mode is None else (mode,))
+    return plan | _proposed(options.global_batch, recipe, setup, choices)
+
+
+def _proposed(global_batch: int | None, recipe: Recipe | None, setup: Setup, choices: Choices) -> dict[str, Any]:
+    """Settings for a step that is stated; otherwise nothing. ValueError: its sequences are not divided evenly."""
+    if global_batch is not None:
+        sequences = sequences_of(global_batch, setup.gpus)
+    elif recipe is not None:
+        sequences = recipe.sequences_per_step
+    else:
+        return {}
+    return {"sequences": sequences, "proposals": proposal_rows(setup, sequences, choices)}

@@ -159,6 +159,40 @@ def training_lines(train: Mapping[str, Any]) -> list[str]:
     if train["tokens_per_day_wanted"] is not None:
         label = f"GPUs for {train['tokens_per_day_wanted'] / 1e9:g} billion"
         lines.append(_row(label, [str(setup["gpus_for_tokens_per_day"] or "-") for setup in setups]))
+    return lines + (_proposal_lines(train) if "proposals" in train else [])
+
+
+def _proposal_lines(train: Mapping[str, Any]) -> list[str]:
+    """What `tilemoe.perf.proposal` proposes, a line for each card and way to recompute."""
+    gpus, sequences = train["gpus"], train["sequences"]
+    where = f"proposed for steps of {gpus * sequences} sequences, {sequences} of each of {gpus} GPUs"
+    head = (
+        "card, GB",
+        "recomputed",
+        "micro-batches",
+        "kept between",
+        "EP",
+        "peak, GB",
+        "step, ms",
+        "tokens/s of a GPU",
+    )
+    lines = [
+        "",
+        f"{where}: the first line, which --data.batch-size auto takes;",
+        "then with more or less recomputed, and on such GPUs with other memory; EP: GPUs that share the experts",
+        "".join(f"{name:>{width}}" for name, width in zip(head, (8, 12, 16, 23, 4, 10, 10, 19), strict=True)),
+    ]
+    for row in train["proposals"]:
+        start = f"{row['memory_gb']:8g}{row['checkpointing']:>12}"
+        if (found := row["settings"]) is None:
+            fewest = row["fewest_gpus"]
+            lines.append(f"{start}   none fits" + (f", on {fewest} GPUs one sequence would" if fewest else ""))
+            continue
+        parts = f"{found['train.accumulation']} of {found['data.batch_size']}"
+        lines.append(
+            f"{start}{parts:>16}{found['parallel.between_micro_batches']:>23}{found['parallel.expert']:>4}"
+            f"{row['bytes'] / 1e9:10.1f}{1e3 * row['seconds']:10,.0f}{row['tokens_per_second']:19,.0f}"
+        )
     return lines
 
 

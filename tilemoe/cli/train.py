@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilemoe.checks import expand_user
+from tilemoe.cli.batch import accumulated, gpu_here, options_in, proposal_for, proposed, sequences_of, without_auto
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.files import default_cache_dir
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
     from tilemoe.train.checkpoints.folder import Checkpoint
 
 _LATEST, _AUTO = "", "auto"  # values of --resume: without a path, and in words
-_STARTS = ("--recipe", "--resume", "--init-from")
+_ACCUMULATION = "--train.accumulation"
+_STARTS = ("--recipe", "--resume", "--init-from", "--global-batch")
+_FORMS: Mapping[str, Any] = MappingProxyType(
+    {"--resume": {"nargs": "?", "const": _LATEST}, "--global-batch": {"type": int}}
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,9 @@ def run(arguments: Sequence[str]) -> None:
 def _run(arguments: Sequence[str], job: Job) -> None:
     first = _Parser(add_help=False, allow_abbrev=False)
     for option in _STARTS:
-        optional: dict[str, Any] = {"nargs": "?", "const": _LATEST} if option == "--resume" else {}
-        first.add_argument(option, **optional)
+        first.add_argument(option, **_FORMS.get(option, {}))
     known, overrides = first.parse_known_args(list(arguments))
+    overrides, is_auto = without_auto(overrides)
     if "-h" in overrides or "--help" in overrides:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
     resume = _LATEST if known.resume == _AUTO else known.resume
@@ -63,6 +69,8 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     recipe, checkpoint = _choose(known.recipe, resume, overrides, job, init_from)
     if init_from is not None:
         recipe = _with_base(recipe, known.init_from, init_from)
+    if is_auto or known.global_batch is not None:
+        recipe = _with_batch(recipe, checkpoint, known.global_batch, is_auto, overrides, job)
 
     from tilemoe.train.run import Stopped, train
 
@@ -87,6 +95,29 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     if result.plot is not None:
         print(f"plot: {result.plot}")
     print(f"held-out loss {result.evaluation.shown(2)}")
+
+
+def _with_batch(
+    recipe: Recipe, checkpoint: Checkpoint | None, stated: int | None, is_auto: bool, overrides: Sequence[str], job: Job
+) -> Recipe:
+    """The recipe with micro-batches of a size of its own or, if ``is_auto``, a proposed one. ``stated``: of
+    --global-batch; None: a step keeps the sequences that it has.
+    """
+    given = options_in(overrides)
+    if _ACCUMULATION in given:
+        raise ValueError(f"{_ACCUMULATION} follows from the global batch and data.batch_size; leave it out")
+    if stated is None:
+        processes = job.world_size if checkpoint is None else checkpoint.state.processes or job.world_size
+        sequences = sequences_of(recipe.sequences_per_step * processes, job.world_size)
+    else:
+        sequences = sequences_of(stated, job.world_size)
+    if not is_auto:
+        return accumulated(recipe, sequences)
+    gpu = gpu_here(recipe, job)
+    proposal = proposal_for(recipe, gpu, job.world_size, sequences, given)
+    if job.is_first:
+        print(f"data.batch_size auto: {proposal}")
+    return proposed(recipe, proposal, given)
 
 
 def _is_given(option: str, words: Sequence[str]) -> bool:
@@ -149,6 +180,8 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         "a step_* folder. --init-from FOLDER starts a run with the weights, the architecture and the tokenizer of "
         "a model of transformers or of a checkpoint; any --lora option then trains adapters on these weights, which "
         "stay as they are. Where a recipe does not round tokens, any --model.moe.rounding option does. "
+        "--global-batch N states the sequences of a step of all processes; --data.batch-size auto then takes the "
+        "micro-batch, and the --parallel settings not given, that tilemoe plan --train proposes for this GPU. "
         "For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
     model = _with_rounding(recipe.model, overrides)

@@ -38,7 +38,7 @@ class Gpu:
     tf32_tflops: float
     fp32_tflops: float
     tbps: float
-    memory_gb: int
+    memory_gb: float
     link_gbps: float
     multiprocessors: int
     capability: int

@@ -5,8 +5,8 @@ K experts per token · V vocabulary · P parameters · N GPUs · X GPUs that sha
 
 As `tilemoe train` does it: fp32 weights and AdamW, blocks compiled, the loss in chunks, activations checkpointed as
 `DecoderLM.set_checkpointing` has it. Over N GPUs by FSDP2: blocks gathered and computed in bf16, gradients reduced in
-fp32, nothing kept between micro-batches. One GPU alone computes under autocast: the residual stream is fp32, and each
-weight has a bf16 copy until its backward.
+fp32. One GPU alone computes under autocast: the residual stream is fp32, and each weight has a bf16 copy until its
+backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
+from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, Kept, ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, saved_bytes
 from tilemoe.models.flops import (
     count_active_parameters,
@@ -43,7 +43,8 @@ _DAY = 86400
 class Setup:
     """How a model is trained: N GPUs of which X share the experts, sequences of ``seq_len`` tokens, bf16 or fp8.
 
-    wrapped: in FSDP2. None: where there are several GPUs. checkpointing: what the backward computes again.
+    wrapped: in FSDP2. None: where there are several GPUs. checkpointing: what the backward computes again. kept: what a
+    GPU keeps whole between a step's micro-batches, ``parallel.between_micro_batches``.
     """
 
     model: ModelConfig | ModelSizes
@@ -54,10 +55,23 @@ class Setup:
     dtype: str = "bf16"
     wrapped: bool | None = None
     checkpointing: Checkpointing = "none"
+    kept: Kept = "nothing"
 
     @property
     def sizes(self) -> ModelSizes:
         return sizes_of(self.model)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all layers' routed experts."""
+        moe = self.sizes.moe
+        return 0 if moe is None else self.sizes.num_moe_layers * moe.num_experts * _of_an_expert(moe)
+
+    @property
+    def gathered_parameters(self) -> int:
+        """Those that a GPU computes with: all but the experts of the others."""
+        others = 1 - 1 / self.expert_parallel
+        return count_parameters(self.model) - math.ceil(others * self.expert_parameters)
 
     @property
     def is_sharded(self) -> bool:
@@ -79,12 +93,15 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     copies = _BF16 * (root + block if is_block_repeated else parameters)
     if setup.is_sharded:
         copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
+        if setup.kept != "nothing":
+            copies = _BF16 * setup.gathered_parameters + _FP32 * block
     if setup.dtype == "fp8":  # both copies, of a byte each: of all blocks where they are kept, of one where not
-        layers = 1 if setup.gpus > 1 or is_block_repeated else setup.sizes.num_moe_layers
-        copies += 2 * layers * experts
+        is_one = is_block_repeated if setup.gpus == 1 else setup.kept == "nothing"
+        copies += 2 * (1 if is_one else setup.sizes.num_moe_layers) * experts
+    are_whole = setup.is_sharded and setup.kept == "weights_and_gradients"
     return {
         "weights": _FP32 * share,
-        "gradients": _FP32 * share,
+        "gradients": _FP32 * (setup.gathered_parameters if are_whole else share),
         "AdamW": 2 * _FP32 * share,
         "copies": copies,
         "activations": kept_bytes(setup, tokens),
@@ -154,9 +171,13 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
     dense = 3 * model.hidden_size * model.dense_intermediate_size if model.num_dense_layers else 0
     if moe is None:
         return attention + dense, 0
-    experts = moe.num_experts // setup.expert_parallel * (moe.up_rows + moe.intermediate_size) * moe.hidden_size
+    experts = moe.num_experts // setup.expert_parallel * _of_an_expert(moe)
     shared = moe.shared_intermediate_size * (3 if moe.is_gated else 2) * moe.hidden_size
     return attention + max(dense, experts + shared + moe.num_experts * moe.hidden_size), experts
+
+
+def _of_an_expert(moe: MoEConfig) -> int:
+    return (moe.up_rows + moe.intermediate_size) * moe.hidden_size
 
 
 def kept_bytes(setup: Setup, tokens: int) -> int:

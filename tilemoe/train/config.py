@@ -292,9 +292,14 @@ class Recipe:
         return config
 
     @property
+    def sequences_per_step(self) -> int:
+        """Of one optimiser step on one process."""
+        return self.data.batch_size * self.train.accumulation
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimiser step on one process."""
-        return self.data.batch_size * self.data.seq_len * self.train.accumulation
+        return self.sequences_per_step * self.data.seq_len
 
 
 def list_recipes() -> list[str]:

@@ -1,0 +1,121 @@
+"""``--data.batch-size auto`` and ``--global-batch``: what a step's sequences are divided into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tilemoe.checks import spelled
+from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Kept
+from tilemoe.perf.hardware import Gpu, find_gpu
+from tilemoe.perf.proposal import Choices, Proposal, propose, ways_to_share
+from tilemoe.perf.training import Setup
+from tilemoe.train.config import Recipe
+
+if TYPE_CHECKING:
+    from tilemoe.train.job.processes import Job
+
+_AUTO, _SIZE = "auto", "--data.batch-size"
+_SHARED, _SHARD = "--parallel.expert", "--parallel.shard"
+_KEPT, _RESHARD, _REPEATED = (
+    f"--parallel.{name}" for name in ("between-micro-batches", "reshard-after-forward", "checkpointing")
+)
+
+
+def without_auto(words: Sequence[str]) -> tuple[list[str], bool]:
+    """The options without ``--data.batch-size auto``, and whether it was there."""
+    at = [i for i, word in enumerate(words[:-1]) if spelled(word) == _SIZE and words[i + 1] == _AUTO]
+    rest = [word for i, word in enumerate(words) if i not in at and i - 1 not in at]
+    found = [word for word in rest if (spelled(word.partition("=")[0]), word.partition("=")[2]) != (_SIZE, _AUTO)]
+    return found, len(found) < len(words)
+
+
+def sequences_of(global_batch: int, processes: int) -> int:
+    """Of a step, of each process. ValueError: they are not equally many."""
+    if global_batch < 1 or global_batch % processes:
+        raise ValueError(
+            f"--global-batch, the sequences of a step, must be a multiple of its {processes} processes: {global_batch}"
+        )
+    return global_batch // processes
+
+
+def accumulated(recipe: Recipe, sequences: int) -> Recipe:
+    """The recipe with as many micro-batches as a step of ``sequences`` has. ValueError: they do not make it up."""
+    size = recipe.data.batch_size
+    if sequences % size:
+        raise ValueError(
+            f"--global-batch is {sequences} sequences of each process, which data.batch_size ({size}) must divide; "
+            "change one of them, or use --data.batch-size auto"
+        )
+    return replace(recipe, train=replace(recipe.train, accumulation=sequences // size))
+
+
+def proposal_for(
+    recipe: Recipe, gpu: Gpu, processes: int, sequences: int, given: Collection[str] = frozenset()
+) -> Proposal:
+    """What is fastest by prediction on so many GPUs, for ``sequences`` of a step on each. ``given``: options whose
+    settings the recipe has from the user, which stay.
+
+    ValueError: no settings fit, or the memory of such a run is not predicted.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    is_held = parallel.shard != 0 or not {_SHARED, _SHARD}.isdisjoint(given)
+    sizes = (parallel if is_held else replace(parallel, shard=0, expert=1)).for_job(processes, model)
+    if recipe.lora is not None or recipe.train.precision != "bf16":
+        raise ValueError("data.batch_size auto plans bf16 training of all weights; give a number for adapters or fp32")
+    gpus = sizes.shard * sizes.expert  # of a copy of the model
+    choices = Choices(
+        expert_parallel=(sizes.expert,) if is_held else ways_to_share(model.moe, gpus),
+        checkpointing=(parallel.checkpointing,) if _REPEATED in given else CHECKPOINTING_MODES,
+        kept=_ways_to_keep(recipe, given),
+    )
+    dtype = "bf16" if model.moe is None else model.moe.precision
+    setup = Setup(model, gpu, gpus, 1, recipe.data.seq_len, dtype, wrapped=processes > 1)
+    found = propose(setup, sequences, choices)
+    if found is None:
+        raise ValueError(
+            f"data.batch_size auto: not even one sequence of {recipe.data.seq_len} tokens fits in {gpu.memory_gb:.0f} "
+            f"GB of a {gpu.name}; take more GPUs (tilemoe plan --train says how many), or lower data.seq_len"
+        )
+    return found
+
+
+def proposed(recipe: Recipe, proposal: Proposal, given: Collection[str] = frozenset()) -> Recipe:
+    """The recipe with the proposal's settings, but for those ``given``."""
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in proposal.settings().items():
+        table, _, setting = name.partition(".")
+        if spelled(f"--{name}") not in given:
+            values.setdefault(table, {})[setting] = value
+    return replace(recipe, **{table: replace(getattr(recipe, table), **each) for table, each in values.items()})
+
+
+def options_in(words: Sequence[str]) -> set[str]:
+    """The options that are given, of a switch as if it were set."""
+    names = (spelled(word.partition("=")[0]) for word in words if word.startswith("--"))
+    return {re.sub(r"\bno-", "", name) for name in names}
+
+
+def gpu_here(recipe: Recipe, job: Job) -> Gpu:
+    """This process' GPU, with no more memory than it has. ValueError: there is none, or nothing is known of it."""
+    import torch
+
+    if recipe.train.device == "cpu" or not torch.cuda.is_available():
+        raise ValueError("data.batch_size auto is planned for GPUs; give a number where a run is on a CPU")
+    properties = torch.cuda.get_device_properties(job.local_rank)
+    gpu = find_gpu(properties.name)
+    return replace(gpu, memory_gb=min(gpu.memory_gb, properties.total_memory / 1e9))
+
+
+def _ways_to_keep(recipe: Recipe, given: Collection[str]) -> Sequence[Kept]:
+    """Weights that stay from a forward to its backward take the memory of those that stay for a step."""
+    parallel = recipe.parallel
+    if _KEPT in given and not (_RESHARD in given and parallel.between_micro_batches == "nothing"):
+        return (parallel.between_micro_batches,)
+    if _RESHARD not in given:
+        return KEPT_BETWEEN_MICRO_BATCHES
+    if parallel.reshard_after_forward:
+        return ("nothing",)
+    return ("weights",) if _KEPT in given else ("weights", "weights_and_gradients")

@@ -1,0 +1,179 @@
+"""The settings of a step proposed for a model, a number of GPUs and a global batch: the fastest predicted that fit.
+
+B sequences of a micro-batch · A micro-batches of a step · N GPUs · X GPUs that share a layer's experts · T = B S tokens
+
+What may vary is B, whether experts are divided, what is recomputed and what a GPU keeps whole between micro-batches.
+`tilemoe plan` shows what `propose` finds, and ``--data.batch-size auto`` takes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product, takewhile
+from typing import Any
+
+from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Checkpointing, Kept, MoEConfig
+from tilemoe.models.flops import count_parameters, flops_per_token, repeated_flops_per_token
+from tilemoe.perf.exchange import LINK_SHARE, exchange_bytes, share_of
+from tilemoe.perf.hardware import GPUS, Gpu
+from tilemoe.perf.predict import FITTED_ON, layer_ms
+from tilemoe.perf.training import Setup, fewest_gpus, fits, memory_parts
+
+OF_A_HOST = 8
+CARDS = (16, 24, 48, 80, 141)  # GB
+# Fitted to the recorded steps of 7b, its 16 layers, 1b, single-gpu and olmoe (tests/perf/test_perf_proposal.py).
+DENSE_MFU = 0.7  # of the stated rate: attention, projections and the head
+BLOCK_PASSES = 70  # over (T, d) in bf16, forward and backward: norms, rotary positions, residuals, copies
+BLOCK_SECONDS = 2.8e-3  # of each block and micro-batch, whatever its size: what the host and short kernels take
+# An exchanging layer's time over its computation and its bytes, none hidden (docs/distributed.md, 7B-n256).
+EXCHANGED = 1.14
+RECOMPUTED = 1.15  # how much faster such settings have to be: no recorded step recomputes
+_ADAMW_BYTES, _PASS_BYTES, _BF16, _FP32 = 28, 2, 2, 4
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """``sequences`` of each of a step's ``accumulation`` micro-batches, and the predicted seconds of a step."""
+
+    setup: Setup
+    sequences: int
+    accumulation: int
+    seconds: float
+
+    @property
+    def ranked_seconds(self) -> float:
+        return self.seconds * (1 if self.setup.checkpointing == "none" else RECOMPUTED)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a GPU."""
+        return self.sequences * self.accumulation * self.setup.seq_len / self.seconds
+
+    @property
+    def bytes(self) -> int:
+        """At the peak."""
+        return sum(memory_parts(self.setup, self.sequences).values())
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings().items())
+        room = f"{self.bytes / 1e9:.1f} of {self.setup.gpu.memory_gb:.0f} GB"
+        return f"{settings}; predicted {self.tokens_per_second:,.0f} tokens/s of a GPU in {room}"
+
+    def settings(self) -> dict[str, Any]:
+        """The trainer's, by name."""
+        setup = self.setup
+        return {
+            "data.batch_size": self.sequences,
+            "train.accumulation": self.accumulation,
+            "parallel.expert": setup.expert_parallel,
+            "parallel.between_micro_batches": setup.kept,
+            "parallel.reshard_after_forward": setup.kept == "nothing",
+            "parallel.checkpointing": setup.checkpointing,
+        }
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What `propose` chooses among; one of each where it is given."""
+
+    expert_parallel: Sequence[int] = (1,)
+    checkpointing: Sequence[Checkpointing] = CHECKPOINTING_MODES
+    kept: Sequence[Kept] = KEPT_BETWEEN_MICRO_BATCHES
+
+
+def propose(setup: Setup, sequences: int, choices: Choices) -> Proposal | None:
+    """For ``sequences`` of a step on each GPU, on the GPUs, the memory and in the dtype of ``setup``; None: none fits.
+
+    Of equal times the one that takes less memory.
+    """
+    found = _that_fit(setup, sequences, choices)
+    return min(found, key=lambda each: (each.ranked_seconds, each.bytes), default=None)
+
+
+def _that_fit(setup: Setup, sequences: int, choices: Choices) -> Iterator[Proposal]:
+    micro_batches = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    for shared, mode, kept in product(choices.expert_parallel, choices.checkpointing, choices.kept):
+        each = replace(setup, expert_parallel=shared, checkpointing=mode, kept=kept)
+        is_only = kept == "nothing" or "nothing" not in choices.kept
+        for size in takewhile(partial(fits, each), micro_batches):
+            if is_only or (size < sequences and each.is_sharded):  # else there is nothing to keep it for
+                yield Proposal(each, size, sequences // size, step_seconds(each, size, sequences // size))
+
+
+def ways_to_share(moe: MoEConfig | None, gpus: int | None) -> tuple[int, ...]:
+    """GPUs that may share a layer's experts: one, and as many of a host as divide them. gpus None: any number."""
+    shared = 1 if moe is None else math.gcd(OF_A_HOST, moe.num_experts, gpus or 0)
+    return tuple(dict.fromkeys((1, shared)))
+
+
+def proposal_rows(setup: Setup, sequences: int, choices: Choices) -> list[dict[str, Any]]:
+    """What `propose` finds, as plain values: on these GPUs, then there with each other way to recompute, then on such
+    GPUs with the memory of each other of `CARDS`.
+    """
+    own = setup.gpu.memory_gb
+    first = _row(setup, sequences, own, choices)
+    modes = [mode for mode in choices.checkpointing if mode != first["checkpointing"]]
+    others = [_row(setup, sequences, own, replace(choices, checkpointing=(mode,))) for mode in modes]
+    return [first, *others, *(_row(setup, sequences, card, choices) for card in CARDS if card != own)]
+
+
+def _row(setup: Setup, sequences: int, memory_gb: float, choices: Choices) -> dict[str, Any]:
+    setup = replace(setup, gpu=replace(setup.gpu, memory_gb=memory_gb))
+    found = propose(setup, sequences, choices)
+    row: dict[str, Any] = {"memory_gb": memory_gb, "checkpointing": choices.checkpointing[0]}
+    if found is None:
+        tries = (
+            fewest_gpus(replace(setup, expert_parallel=each), choices.checkpointing) for each in choices.expert_parallel
+        )
+        return row | {"settings": None, "fewest_gpus": min(filter(None, tries), default=None)}
+    row["checkpointing"] = found.setup.checkpointing
+    measures = {"bytes": found.bytes, "seconds": found.seconds, "tokens_per_second": found.tokens_per_second}
+    return row | {"settings": found.settings(), "fewest_gpus": setup.gpus, **measures}
+
+
+def step_seconds(setup: Setup, sequences: int, accumulation: int) -> float:
+    """Of an optimiser step of ``accumulation`` micro-batches of ``sequences``: computation, then what crosses links, of
+    which nothing is hidden, then AdamW.
+    """
+    weights = setup.gathered_parameters - setup.expert_parameters // setup.expert_parallel
+    others = setup.gpus // setup.expert_parallel
+    crossing = weights * (1 - 1 / setup.gpus)
+    crossing += setup.expert_parameters / setup.expert_parallel * (1 - 1 / others)
+    gathers, reductions = {
+        "nothing": (2 * accumulation, accumulation),
+        "weights": (1, accumulation),
+        "weights_and_gradients": (1, 1),
+    }[setup.kept]
+    link = LINK_SHARE * setup.gpu.link_gbps * 1e9
+    adamw = _ADAMW_BYTES * count_parameters(setup.model) / setup.gpus / _memory_rate(setup.gpu)
+    computed = accumulation * _micro_batch_seconds(setup, sequences * setup.seq_len)
+    return computed + crossing * (_BF16 * gathers + _FP32 * reductions) / link + adamw
+
+
+def _micro_batch_seconds(setup: Setup, tokens: int) -> float:
+    """Forward and backward. Experts by `layer_ms`; a repeated block's run forward twice."""
+    model, moe, length = setup.sizes, setup.sizes.moe, setup.seq_len
+    forwards = 2 if setup.checkpointing == "block" else 1
+    flops = flops_per_token(model, length) + repeated_flops_per_token(model, setup.checkpointing, length)
+    seconds = 0.0
+    if moe is not None:
+        flops -= (6 + 2 * (forwards - 1)) * setup.expert_parameters / moe.num_experts * moe.num_experts_per_tok
+        forward, backward = layer_ms(share_of(moe, tokens, setup.expert_parallel), setup.gpu, setup.dtype)
+        layer = (forwards * forward + backward) / 1e3
+        if setup.expert_parallel > 1:
+            moved = (forwards + 1) / 2 * exchange_bytes(moe, tokens, setup.expert_parallel, setup.dtype)
+            layer = EXCHANGED * (layer + moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9))
+        seconds += model.num_moe_layers * layer
+    seconds += tokens * flops / (DENSE_MFU * 1e12 * setup.gpu.stated_tflops())
+    passed = BLOCK_PASSES * (forwards + 2) / 3 * tokens * model.hidden_size * _PASS_BYTES
+    return seconds + model.num_layers * (passed / _memory_rate(setup.gpu) + BLOCK_SECONDS)
+
+
+def _memory_rate(gpu: Gpu) -> float:
+    """Bytes/s of a copy: as large a share of what is stated as was measured."""
+    fitted_on = GPUS[FITTED_ON]
+    assert fitted_on.measured_tbps is not None
+    return gpu.tbps * fitted_on.measured_tbps / fitted_on.tbps * 1e12
