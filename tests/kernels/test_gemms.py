@@ -165,6 +165,9 @@ def test_whole_layer_against_the_reference(dtype: torch.dtype, gate_up: str) -> 
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "venue", [VENUES[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in VENUES[1:])], indirect=True
+)
 def test_tiles_in_bands(venue: Venue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five column tiles are walked two, two and one at a time, nine by fours."""
     asked = choose_bands(monkeypatch, host, {5: 2, 9: 4})

@@ -69,7 +69,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
 
 
 class Operands(NamedTuple):
-    """A layer's, of zeros: 64 tokens, 2 experts, 2 experts per token; tiles of 128 and of another height."""
+    """A layer's, of no certain values: 64 tokens, 2 experts, 2 per token; tiles of 128 and of another height."""
 
     x: Tensor
     w1: Tensor
@@ -100,11 +100,11 @@ def make_operands(
     width = spec.width_factor * n
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
     _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
-    x, w1, w2 = (torch.zeros(shape, dtype=dtype) for shape in [(tokens, d), (experts, width, d), (experts, d, n)])
-    w1, w2 = (torch.zeros(w.mT.shape, dtype=dtype).mT for w in (w1, w2)) if transposed else (w1, w2)
-    b1, b2 = (x.new_zeros(experts, width), x.new_zeros(experts, d)) if bias else (None, None)
-    h, a = (x.new_zeros(2 * tokens, columns) for columns in (width, n))
-    return Operands(x, w1, w2, b1, b2, h, a, torch.zeros(2 * tokens), plan, spec, tiles, tall_tiles)
+    x, w1, w2 = (torch.empty(shape, dtype=dtype) for shape in [(tokens, d), (experts, width, d), (experts, d, n)])
+    w1, w2 = (torch.empty(w.mT.shape, dtype=dtype).mT for w in (w1, w2)) if transposed else (w1, w2)
+    b1, b2 = (x.new_empty(experts, width), x.new_empty(experts, d)) if bias else (None, None)
+    h, a = (x.new_empty(2 * tokens, columns) for columns in (width, n))
+    return Operands(x, w1, w2, b1, b2, h, a, torch.empty(2 * tokens), plan, spec, tiles, tall_tiles)
 
 
 def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device, tall: bool = False) -> Launch:
