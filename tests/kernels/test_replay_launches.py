@@ -285,16 +285,27 @@ def test_nothing_to_do(name: str) -> None:
         assert (found.events, got) == (expected.events, returned)
 
 
-def test_operators_that_add_in_place_are_not_recorded() -> None:
-    case, rank, run = Case("triton"), 8, repeating(lora._run)
-    for _ in range(3):
-        x, w1, w2, s, b1, b2, _, _, *tail = case.args("moe")
-        shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
-        adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
-        args = (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", 0.5, *tail)
-        expected = watch(lora._run, args)[0].events  # first: it compiles
-        assert watch(run, args)[0].events == expected
-    assert recordings(run) == [None]
+def lora_args(scale: float = 0.5) -> Args:
+    case, rank = Case("triton"), 8
+    x, w1, w2, s, b1, b2, _, _, *tail = case.args("moe")
+    shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
+    adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
+    return (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", scale, *tail)
+
+
+def lora_grad_args() -> Args:
+    x, *given = lora_args()
+    adapted, (_, b2, *rest) = given[:7], given[7:]
+    plan, w = rest[-3], adapted[0].shape[1]
+    h, u = (torch.zeros(plan.capacity, width, dtype=BF16) for width in (w, 8))
+    scales, (formats, scale, *tail) = rest[:4], rest[4:]
+    return (torch.zeros_like(x), x, *adapted, b2, *scales, h, u, formats, scale, *tail)
+
+
+def test_operators_that_change_what_they_made() -> None:
+    """In place, of views too, and a result that is a part of what was made."""
+    assert_repeated(lora._run, lora_args)
+    assert_repeated(lora._run_grad, lora_grad_args)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, poisoned_memory])

@@ -92,11 +92,14 @@ def test_how_fp32_is_multiplied_is_not_remembered(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_cannot_be_repeated_is_never_recorded() -> None:
-    def in_place(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape).copy_(x)
+    def to_an_operand(x: Tensor) -> Tensor:
+        return x.add_(1).mul(2)
 
-    def of_a_part(x: Tensor) -> Tensor:
-        return x[1:].sum(0)
+    def to_another(x: Tensor) -> Tensor:
+        return torch.mul(x, 2, out=x.new_empty(x.shape))
+
+    def of_other_bits(x: Tensor) -> Tensor:
+        return x.view(torch.int32) + 1
 
     def of_a_list(x: Tensor) -> Tensor:
         return torch.stack([x, x])
@@ -115,9 +118,6 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
     def of_another(x: Tensor) -> Tensor:
         return x + constant
 
-    def a_view(x: Tensor) -> Tensor:
-        return x.new_empty(4, 4)[1:]
-
     def of_a_shape_that_values_decide(x: Tensor) -> tuple[Tensor, Tensor]:
         found = x.nonzero()
         return found, x.new_zeros(found.shape[0])
@@ -126,16 +126,37 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
         torch.empty(3, device="meta")
         return x.new_zeros(x.shape)
 
-    runs = (in_place, of_a_part, of_a_list, read_back, several, as_given, of_another, a_view, elsewhere)
+    runs = (to_an_operand, to_another, of_other_bits, of_a_list, read_back, several, as_given, of_another, elsewhere)
     for run in (*runs, of_a_shape_that_values_decide):
         operator = repeating(run)
         for index in range(4):
             x = torch.full((4, 4), float(index))
-            expected, found = run(x), operator(x)
-            if run is not a_view and run is not read_back:
+            expected, found = run(x.clone()), operator(x)
+            if run is not read_back:
                 assert_equal(expected, found, run)
             assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
         assert recordings(operator) == [None], run
+
+
+def test_views_and_changes_in_place_are_repeated() -> None:
+    def in_place(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape).copy_(x)
+
+    def of_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.t().mul(2)
+        y[1:].add_(x[:, 2:4].sum(1), alpha=0.5)
+        return y, x[1:, ::2].sum(0)
+
+    def a_part(x: Tensor) -> Tensor:
+        return (x + 1)[1:, 2:]
+
+    for run in (in_place, of_parts, a_part):
+        operator = repeating(run)
+        for index in range(4):
+            x = torch.arange(16.0).view(4, 4) + index
+            assert_equal(run(x), operator(x), run)
+        (recording,) = recordings(operator)
+        assert isinstance(recording, replay.LaunchTrace), run
 
 
 @pytest.mark.parametrize(("first", "length", "is_inside"), [(4, 4, True), (2, 4, False), (4, 8, False), (0, 4, False)])

@@ -28,13 +28,10 @@ from tilemoe.kernels.experts.formats.dense import (
     compute_dtype,
     empty_weight_grad,
     is_column_major,
-    row_blocks,
 )
 from tilemoe.kernels.experts.formats.packed import PackedWeight, Weight
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.table import PACKED
-from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
-from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs
 from tilemoe.ops.experts import gemm_flops, routed_operator
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
 from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of, without_derived
@@ -192,9 +189,7 @@ def _run(
     u = _gathered(backend, x, up_a, plan)
     h = backend.up_proj(x, frozen1, b1, plan, spec)
     h.add_(backend.down_proj(u, up_b, None, plan), alpha=scale)
-    a = h.new_empty(h.shape[0], n)
-    for block in row_blocks(h):
-        a[block] = activation_value(h[block], spec)
+    a = backend.activation(h, plan, spec)
     p = backend.down_proj(a, down_a, None, plan)
     o = x.new_empty(x.shape)
     for columns in forward_slices(shape_of(x, d, n, plan, spec)):
@@ -228,38 +223,22 @@ def _run_grad(
     da = _gathered(backend, do, frozen2.transpose(1, 2), plan).add_(
         backend.down_proj(v, down_a.transpose(1, 2), None, plan)
     )
-    s_row = s.index_select(0, plan.pair_of_row)
-    a, dh, ds_row = _activation_grads(h, da, s_row, spec)
-    s_row = s_row.unsqueeze(1)
+    dh, ds, a_scaled = backend.dact(da, do, b2, h, s, plan, spec)
     del da
-    p = backend.down_proj(a, down_a, None, plan)
-    ddown_b = backend.down_proj_wgrad(do, (p * (scale * s_row)).to(p.dtype), plan, is_column_major(down_b))
-    ddown_a = backend.up_proj_wgrad(a, (v * s_row).to(v.dtype), rows, is_column_major(down_a))
+    p = backend.down_proj(a_scaled, down_a, None, plan).mul_(scale)
+    ddown_b = backend.down_proj_wgrad(do, p, plan, is_column_major(down_b))
+    ddown_a = backend.up_proj_wgrad(a_scaled, v, rows, is_column_major(down_a))
+    del a_scaled, p
     dup_b = backend.up_proj_wgrad(u, dh, rows, is_column_major(up_b)).mul_(scale)
     du = backend.down_proj(dh, up_b.transpose(1, 2), None, plan).mul_(scale)
     dup_a = backend.up_proj_wgrad(x, du, plan, is_column_major(up_a))
-    del a, p
     dx = x.new_empty(x.shape)
     for columns in backward_slices(shape_of(x, d, n, plan, spec)):
         dx_rows = backend.up_proj_dgrad(dh, frozen1[:, :, columns], plan)
         dx_rows.add_(backend.up_proj_dgrad(du, up_a[:, :, columns], plan))
         backend.combine_grad(dx_rows, plan, dx[:, columns])
         del dx_rows
-    if b2 is not None:
-        ds_row += rows_dot_bias(do, b2, plan)
-    return dx, rows_to_pairs(ds_row, s, plan), dup_a, dup_b, ddown_a, ddown_b
-
-
-def _activation_grads(h: Tensor, da: Tensor, s_row: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """a (R_max, n), dh (R_max, w) and <da, a> (R_max), from da (R_max, n) before the scores."""
-    a, dh = torch.empty_like(da), torch.empty_like(h)
-    ds_row = s_row.new_empty(h.shape[0])
-    for block in row_blocks(h):
-        da_block = da[block].to(compute_dtype(h.dtype))
-        value = activation_grad(h[block], da_block * s_row[block, None], spec, dh[block])
-        ds_row[block] = (da_block * value).sum(1)
-        a[block] = value
-    return a, dh, ds_row
+    return dx, ds, dup_a, dup_b, ddown_a, ddown_b
 
 
 def _plan_of_rows(plan: RoutingPlan) -> RoutingPlan:

@@ -28,9 +28,19 @@ _ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
 
 
 class _Slot(NamedTuple):
-    """Which of a recording's tensors: the operands' come first, then what is made, in order."""
+    """One of a recording's tensors: the operands' come first, then what is made, in order. Or a view of it: ``view``
+    has its size, its stride, and how many elements after the tensor's first it begins.
+    """
 
     number: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+    def of(self, tensors: list[Any]) -> Tensor:
+        tensor: Tensor = tensors[self.number]
+        if self.view is None:
+            return tensor
+        size, stride, offset = self.view
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 class _Address(NamedTuple):
@@ -93,18 +103,20 @@ class _Launched(NamedTuple):
 
 
 class _Called(NamedTuple):
-    """An operator of PyTorch's, of whole tensors, with one result."""
+    """An operator of PyTorch's with one result, which is new, or with ``slot`` None its first argument, changed."""
 
-    slot: int
+    slot: int | None
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
-        args = [tensors[arg.number] if isinstance(arg, _Slot) else arg for arg in self.args]
-        kwargs = {name: tensors[arg.number] if isinstance(arg, _Slot) else arg for name, arg in self.kwargs.items()}
-        tensors[self.slot] = result = self.func(*args, **kwargs)
-        pointers[self.slot] = result.data_ptr()
+        args = [arg.of(tensors) if isinstance(arg, _Slot) else arg for arg in self.args]
+        kwargs = {name: arg.of(tensors) if isinstance(arg, _Slot) else arg for name, arg in self.kwargs.items()}
+        result = self.func(*args, **kwargs)
+        if self.slot is not None:
+            tensors[self.slot] = result
+            pointers[self.slot] = result.data_ptr()
 
 
 class _Kept(NamedTuple):
@@ -131,13 +143,13 @@ class _Freed(NamedTuple):
 
 
 class LaunchTrace(NamedTuple):
-    """The steps of one call of an operator. ``results``: the slots of what it returns, alone or as a tuple."""
+    """The steps of one call of an operator. ``results``: what it returns, alone or as a tuple."""
 
     device: torch.device
     operands: list[int]  # positions of the tensors among the arguments
     num_slots: int
     steps: list[Any]
-    results: int | tuple[int | None, ...]
+    results: _Slot | tuple[_Slot | None, ...]
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """What the operator returns for arguments of the recorded layout, on the current stream."""
@@ -150,9 +162,9 @@ class LaunchTrace(NamedTuple):
         stream = triton.runtime.driver.active.get_current_stream(device.index)
         for step in self.steps:
             step(tensors, pointers, device, stream)
-        if isinstance(self.results, int):
-            return tensors[self.results]
-        return tuple([None if slot is None else tensors[slot] for slot in self.results])
+        if isinstance(self.results, _Slot):
+            return self.results.of(tensors)
+        return tuple([None if slot is None else slot.of(tensors) for slot in self.results])
 
 
 class LaunchTracer(TorchDispatchMode):
@@ -237,15 +249,16 @@ class LaunchTracer(TorchDispatchMode):
     def finish(self, results: Any) -> LaunchTrace | None:
         """The recording of a call that returned ``results``; None if it was spoiled."""
         is_one = isinstance(results, Tensor)
-        slots: list[int | None] = []
+        slots: list[_Slot | None] = []
         for result in (results,) if is_one else results:
-            slots.append(None if result is None else self._whole(result, slots))
-        made = [slot for slot in slots if slot is not None]
+            taken = [slot.number for slot in slots if slot is not None]
+            slots.append(None if result is None else self._part(result, taken))
+        made = [slot.number for slot in slots if slot is not None]
         if self.problem is not None or min(made, default=len(self._operands)) < len(self._operands):
             return None
         steps = _with_frees(self._steps, len(self._operands), made)
-        num_slots = len(self._ranges)
-        return LaunchTrace(self._device, self._operands, num_slots, steps, made[0] if is_one else tuple(slots))
+        one_or_all = next(slot for slot in slots if slot is not None) if is_one else tuple(slots)
+        return LaunchTrace(self._device, self._operands, len(self._ranges), steps, one_or_all)
 
     def _add(self, tensor: Tensor) -> int:
         """A slot for a new tensor; those whose memory it has are gone."""
@@ -270,7 +283,17 @@ class LaunchTracer(TorchDispatchMode):
             return 0, 0
         return slots[0], first - self._ranges[slots[0]][0]
 
-    def _whole(self, tensor: Tensor, but: Sequence[int | None] = ()) -> int:
+    def _part(self, tensor: Tensor, but: Sequence[int] = ()) -> _Slot:
+        """The tensor itself where there is one in its layout, none of ``but``, else a view of what it is a part of."""
+        slot = self._whole(tensor, but)
+        if slot >= 0:
+            return _Slot(slot)
+        slot, offset = self._find(tensor)
+        if self._layouts[slot][2] != tensor.dtype:
+            self.problem = "an argument is a view in another dtype"
+        return _Slot(slot, (tuple(tensor.shape), tensor.stride(), offset // tensor.element_size()))
+
+    def _whole(self, tensor: Tensor, but: Sequence[int] = ()) -> int:
         """The slot whose tensor this is, to the last element, none of ``but``; -1 if there is none."""
         first = tensor.data_ptr()
         slots = [slot for slot in self._alive if self._ranges[slot][0] == first and slot not in but]
@@ -279,19 +302,18 @@ class LaunchTracer(TorchDispatchMode):
         return -1 if not slots or (len(slots) > 1 and tensor.numel()) else max(slots)
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator that computes: repeated as it is where its operands are whole tensors."""
-
-        def slot_of(arg: Any) -> Any:  # what is no whole tensor stays one
-            slot = self._whole(arg) if isinstance(arg, Tensor) else -1
-            return arg if slot < 0 else _Slot(slot)
-
-        given = [slot_of(arg) for arg in args], {name: slot_of(arg) for name, arg in kwargs.items()}
-        unknown = any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
-        is_fixed = isinstance(result, Tensor) and torch.Tag.dynamic_output_shape not in func.tags
-        if unknown or not is_fixed or func._schema.is_mutable:
-            self.problem = f"{func} of a part of a tensor or of a list, in place, or of a shape that values decide"
-            return
-        self._steps.append(_Called(self._add(result), func, *given))
+        """An operator that computes, repeated as it is; one in place only on what the call itself has made."""
+        given = [self._part(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        named = {name: self._part(arg) if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
+        unknown = any(isinstance(leaf, Tensor) for leaf in tree_leaves((given, named)))
+        if unknown or not isinstance(result, Tensor) or torch.Tag.dynamic_output_shape in func.tags:
+            self.problem = f"{func} of a list, with several results, or of a shape that values decide"
+        elif not func._schema.is_mutable:
+            self._steps.append(_Called(self._add(result), func, given, named))
+        elif result is args[0] and given[0].number >= len(self._operands) and result.numel():
+            self._steps.append(_Called(None, func, given, named))
+        else:
+            self.problem = f"{func} writes to an operand, to another than its first argument, or to nothing"
 
 
 def _directly(step: _Launched, how: Direct) -> _Launched:
@@ -365,4 +387,5 @@ def _slots_of(step: Any) -> list[int]:
     if isinstance(step, _Kept):
         return [*step.slots, step.source]
     given = (*step.args, *step.kwargs.values())
-    return [step.slot, *[arg.number for arg in given if isinstance(arg, _Slot)]]
+    slots = [arg.number for arg in given if isinstance(arg, _Slot)]
+    return slots if step.slot is None else [step.slot, *slots]

@@ -28,6 +28,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
 from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.formats.packed import PackedWeight
+from tilemoe.kernels.experts.torch.dact import activation_rows, dact_rows
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 
@@ -145,6 +146,16 @@ class Backend(ABC):
         ``a_scaled = s a``. Returns (dh (R_max, w), ds, a_scaled (R_max, n)); ds has s's shape and dtype, 0 for a
         skipped pair.
         """
+
+    def activation(self, h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+        """``a = act(h)`` (R_max, n), where h is a sum of GEMMs, so that none of them can apply it."""
+        return activation_rows(h, spec)
+
+    def dact(
+        self, da: Tensor, do: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `down_proj_dgrad_dact`, where da' (R_max, n) is a sum of GEMMs."""
+        return dact_rows(da, do, b2, h, s, plan, spec)
 
     @abstractmethod
     def down_proj_wgrad(

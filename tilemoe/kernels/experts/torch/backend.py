@@ -22,7 +22,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype, row_blocks
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
-from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
+from tilemoe.kernels.experts.torch.dact import activation_rows, dact_rows, in_use
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.plan import RoutingPlan
@@ -47,10 +47,7 @@ class TorchBackend(Backend):
         if self.format is not None:  # asked here, because a call costs time
             rows, weight, bias = self._read("up_proj_act", x, w1, b1)
         h = rows_times_experts(rows, weight.transpose(1, 2), bias, plan, index=plan.token_of_row)
-        a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
-        for block in row_blocks(h):
-            a[block] = activation_value(h[block], spec)
-        return a.to(x.dtype), h.to(x.dtype)
+        return activation_rows(h, spec).to(x.dtype), h.to(x.dtype)
 
     def up_proj(
         self, x: Tensor, w1: WeightOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
@@ -82,18 +79,8 @@ class TorchBackend(Backend):
         if self.format is not None:
             rows, weight, _ = self._read("down_proj_dgrad_dact", do, w2, None)
         da_unscaled = rows_times_experts(rows, weight, None, plan, index=plan.token_of_row)
-        dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
-        s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
-        ds_row = s.new_empty(plan.capacity)
-        work = compute_dtype(h.dtype)
-        for block in row_blocks(h):
-            da = da_unscaled[block].to(work)
-            a = activation_grad(h[block], da * s_row[block], spec, dh[block])
-            ds_row[block] = (da * a).sum(1)
-            a_scaled[block] = a * s_row[block]
-        if b2 is not None:
-            ds_row += rows_dot_bias(do, b2, plan)
-        return dh, rows_to_pairs(ds_row, s, plan), a_scaled.to(h.dtype)
+        dh, ds, a_scaled = dact_rows(da_unscaled, do, b2, h, s, plan, spec)
+        return dh, ds, a_scaled.to(h.dtype)
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
@@ -121,7 +108,7 @@ class TorchBackend(Backend):
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
         """db2 (E, d), as ``S^T do`` with S (T, E) the scores laid out densely: no gather of do."""
         # `where`, not a product with a mask: rows past R read pair 0's score, which may be NaN if that is skipped.
-        s_row = torch.where(_in_use(plan), s.index_select(0, plan.pair_of_row), 0)
+        s_row = torch.where(in_use(plan), s.index_select(0, plan.pair_of_row), 0)
         dense = s.new_zeros(plan.num_tokens, plan.num_experts)
         place = plan.token_of_row.long() * plan.num_experts + expert_of_row(plan)
         # A pair may occur several times: of each device the form that adds in a fixed order.
@@ -180,21 +167,3 @@ def _take(rows: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     found, skipped = index.clamp(min=0), (index < 0).unsqueeze(1)
     weights = weight.index_select(0, found).unsqueeze(1)
     return rows.index_select(0, found).masked_fill_(skipped, 0), weights.masked_fill_(skipped, 0)
-
-
-def rows_dot_bias(do: Tensor, b2: Tensor, plan: RoutingPlan) -> Tensor:
-    """``<do_t, b2_e>`` of each row (R_max) in the compute dtype, from a small dense GEMM instead of a gather of do."""
-    work = compute_dtype(do.dtype)
-    return (do.to(work) @ b2.to(work).t())[plan.token_of_row, expert_of_row(plan)]
-
-
-def rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
-    """Scatter one value per row to its pair's position in the caller's order; 0 where a pair has no row."""
-    spare = like.shape[0]  # rows past R all write to one extra slot, which is dropped
-    index = torch.where(_in_use(plan), plan.pair_of_row, spare).long()
-    return like.new_zeros(spare + 1).scatter_(0, index, value_of_row)[:spare]
-
-
-def _in_use(plan: RoutingPlan) -> Tensor:
-    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
-    return rows < plan.row_start_of_expert[-1]

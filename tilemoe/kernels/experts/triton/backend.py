@@ -18,7 +18,7 @@ from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.formats.nf4 import Nf4Weight
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.formats.packed import PackedWeight
-from tilemoe.kernels.experts.triton import bias_grad, gemm_packed, host
+from tilemoe.kernels.experts.triton import bias_grad, dact, gemm_packed, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, why_unsupported
@@ -107,6 +107,23 @@ class TritonBackend(Backend):
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, tiles, spec, device)
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
+
+    def activation(self, h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+        launch, a = dact.activation_launch(h.contiguous(), plan, spec)
+        if plan.capacity:
+            launch.run()
+        return a
+
+    def dact(
+        self, da: Tensor, do: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if plan.capacity == 0:
+            return torch.empty_like(h), torch.zeros_like(s), torch.empty_like(da)
+        tile_m = tile_rows(do.element_size(), device_of(do))
+        launch, dh, a_scaled, partial = dact.dact_launch(da.contiguous(), h.contiguous(), s, plan, spec)
+        launch.run()
+        tiles = listed_tiles(plan, tile_m)
+        return dh, score_grad(partial, aligned_rows(do), b2, s, plan, tiles, tile_m), a_scaled
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
