@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -58,17 +58,9 @@ class EvalOptions:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
         if self.corpus is not None:
             default = replace(default, sources=())
-        names = [
-            "corpus",
-            "format",
-            "too_long",
-            "undecodable",
-            "longest_line",
-            "heldout_every",
-            "batch_size",
-            "seq_len",
-        ]
-        return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+        known = {each.name for each in fields(default)}
+        given = {name: value for name, value in vars(self).items() if name in known and value is not None}
+        return replace(default, **given)
 
 
 @dataclass(frozen=True)
