@@ -21,7 +21,7 @@ from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe_rows, has_aligned_rows
-from tilemoe.kernels.experts.triton.host import split_parts
+from tilemoe.kernels.experts.triton.host import WeightGrad, split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
@@ -76,24 +76,15 @@ class BlackwellBackend(TritonBackend):
     def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
         return False  # gather4 cannot put the columns of ones beside x's that would sum dh
 
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
+    def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
+        _, by_token, by_row, out, *_ = grad
         device = _device(by_row, plan, by_token.shape[1], by_row.shape[1])
         if device is None or not (
             has_aligned_rows(by_token) and can_describe_rows(device, by_row) and describable_weight(out, device)
         ):
-            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+            super()._weight_grad(grad, plan)
         else:
-            assert sums is None, "`_sums_beside_grad` says that none are made"
-            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds).run()
+            host.wgrad_launch(grad, plan, device).run()
 
 
 def _device(rows: Tensor, plan: RoutingPlan, *widths: int) -> Device | None:

@@ -35,7 +35,7 @@ from tilemoe.kernels.experts.hopper.descriptors import (
 )
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.descriptors import can_describe
-from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.experts.triton.host import WeightGrad, act_outputs, dact_outputs, gate_up_layout, split_parts
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
@@ -141,14 +141,10 @@ def _activation_constants(
     }
 
 
-def wgrad_launch(
-    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device, adds: bool
-) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q
-    of out is contiguous.
-
-    adds: out, fp32, is accumulated into instead of overwritten.
-    """
+def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
+    """The launch that computes ``grad``, which has no sums; p or q of out is contiguous."""
+    kernel, by_token, by_row, out, adds, sums = grad
+    assert sums is None, "the backend asks for none"
     tile, p, q = TILES[kernel], by_token.shape[1], by_row.shape[1]
     source, access = gathered(by_token, device)
     to, transposed = gradient_descriptor(out, BLOCK_M, adds)

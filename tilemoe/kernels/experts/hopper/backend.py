@@ -27,7 +27,7 @@ from tilemoe.kernels.experts.hopper.configs import tile_of, why_slower
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe, can_describe_rows, has_aligned_rows
-from tilemoe.kernels.experts.triton.host import split_parts
+from tilemoe.kernels.experts.triton.host import WeightGrad, split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
@@ -116,16 +116,8 @@ class HopperBackend(TritonBackend):
         launch.run()
         return out
 
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
+    def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
+        kernel, by_token, by_row, out, adds, sums = grad
         widths = by_token.shape[1], by_row.shape[1]
         is_read = self.format is not None and self.format.quantizes_wgrad(*widths)
         if self.format is not None and is_read and plan.capacity and describable_weight(out, device_of(out)):
@@ -137,9 +129,9 @@ class HopperBackend(TritonBackend):
         if device is None or not (
             has_aligned_rows(by_token) and can_describe_rows(device, by_row) and describable_weight(out, device)
         ):
-            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+            super()._weight_grad(grad, plan)
         else:
-            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds, sums).run()
+            host.wgrad_launch(grad, plan, device).run()
 
     def _quantized_device(self, rows: Tensor) -> Device:
         """The device of ``rows``. ValueError if the kernels with quantised operands do not support it or the dtype."""

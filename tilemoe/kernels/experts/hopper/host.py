@@ -41,6 +41,7 @@ from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel, ge
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.formats.transpose import WgradOperands
 from tilemoe.kernels.experts.triton.host import (
+    WeightGrad,
     dact_outputs,
     gate_up_layout,
     ones_beside,
@@ -164,22 +165,9 @@ def dgrad_dact_launch(
     return hopper_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
 
 
-def wgrad_launch(
-    kernel: Kernel,
-    by_token: Tensor,
-    by_row: Tensor,
-    out: Tensor,
-    plan: RoutingPlan,
-    device: Device,
-    adds: bool = False,
-    sums: Tensor | None = None,
-) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q
-    of out is contiguous.
-
-    adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
-    rows.
-    """
+def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
+    """The launch that computes ``grad``; p or q of out is contiguous."""
+    kernel, by_token, by_row, out, adds, sums = grad
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
     tile = tile_of(kernel, p)

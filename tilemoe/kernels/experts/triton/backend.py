@@ -25,6 +25,7 @@ from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, w
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows
 from tilemoe.kernels.experts.triton.formats.packed import with_whole_scales
 from tilemoe.kernels.experts.triton.formats.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
+from tilemoe.kernels.experts.triton.host import WeightGrad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device, device_of, why_no_triton
@@ -130,7 +131,7 @@ class TritonBackend(Backend):
     ) -> Tensor:
         shape = (plan.num_experts, do.shape[1], a_scaled.shape[1])
         dw2 = empty_weight_grad(do, shape, column_major) if out is None else out
-        self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan, adds=out is not None)
+        self._weight_grad(WeightGrad("down_proj_wgrad", do, a_scaled, dw2, adds=out is not None), plan)
         return dw2
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
@@ -202,45 +203,26 @@ class TritonBackend(Backend):
         return out
 
     def _up_proj_wgrad(
-        self,
-        x: Tensor,
-        dh: Tensor,
-        plan: RoutingPlan,
-        column_major: bool,
-        out: Tensor | None,
-        db1: Tensor | None,
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool, out: Tensor | None, db1: Tensor | None
     ) -> Tensor:
         """up_proj_wgrad, which writes db1 (E, w) fp32, too, if given."""
         shape = (plan.num_experts, dh.shape[1], x.shape[1])
         dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
         transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
-        self._weight_grad("up_proj_wgrad", x, dh, transposed, plan, out is not None, db1)
+        self._weight_grad(WeightGrad("up_proj_wgrad", x, dh, transposed, out is not None, db1), plan)
         return dw1
 
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
-        """down_proj_wgrad and up_proj_wgrad, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row
-        (R_max, q).
-
-        sums (E, q): of each expert's rows of by_row, written if given.
-        """
-        device = _check(by_token, by_token.shape[1], by_row.shape[1])
+    def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
+        """down_proj_wgrad and up_proj_wgrad."""
+        device = _check(grad.by_token, grad.by_token.shape[1], grad.by_row.shape[1])
         if plan.capacity:
-            rows = by_row.contiguous()
-            host.wgrad_launch(kernel, aligned_rows(by_token), rows, out, plan, device, adds, sums).run()
+            grad = grad._replace(by_token=aligned_rows(grad.by_token), by_row=grad.by_row.contiguous())
+            host.wgrad_launch(grad, plan, device).run()
             return
-        if not adds:
-            out.zero_()
-        if sums is not None:
-            sums.zero_()
+        if not grad.adds:
+            grad.out.zero_()
+        if grad.sums is not None:
+            grad.sums.zero_()
 
 
 def _times_packed(

@@ -7,7 +7,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,22 +161,24 @@ def score_grad_launch(
     return launch_of(score_grad_kernel, (tiles.capacity,), args, constants, num_stages=2), ds
 
 
-def wgrad_launch(
-    kernel: Kernel,
-    by_token: Tensor,
-    by_row: Tensor,
-    out: Tensor,
-    plan: RoutingPlan,
-    device: Device,
-    adds: bool = False,
-    sums: Tensor | None = None,
-) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); out is
-    dense, p or q contiguous.
+class WeightGrad(NamedTuple):
+    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q).
 
     adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
     rows.
     """
+
+    kernel: Kernel
+    by_token: Tensor
+    by_row: Tensor
+    out: Tensor
+    adds: bool = False
+    sums: Tensor | None = None
+
+
+def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
+    """The launch that computes ``grad``; out is dense, p or q contiguous."""
+    kernel, by_token, by_row, out, adds, sums = grad
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
     transposed = is_column_major(out)
