@@ -17,12 +17,11 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.blackwell import configs, host, serves
 from tilemoe.kernels.experts.formats.operand import GemmOperand, WeightOperand
-from tilemoe.kernels.experts.hopper.backend import DTYPES, describable_weight
+from tilemoe.kernels.experts.hopper.backend import DTYPES, aligned_bias, describable_weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel
-from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe_rows, has_aligned_rows
+from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, has_aligned_rows
 from tilemoe.kernels.experts.triton.host import WeightGrad, split_parts
-from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
@@ -42,8 +41,7 @@ class BlackwellBackend(TritonBackend):
         parts = split_parts(w1, spec).transpose(2, 3)
         if device is None or not (has_aligned_rows(x) and describable_weight(parts, device)):
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
-        tiles, bias = listed_tiles(plan, configs.BLOCK_M), None if b1 is None else aligned_rows(b1)
-        launch, a, h = host.up_proj_act_launch(x, w1, bias, plan, tiles, spec, keep_h, device)
+        launch, a, h = host.up_proj_act_launch(x, w1, aligned_bias(b1), plan, spec, keep_h, device)
         launch.run()
         return a, h
 
@@ -55,10 +53,9 @@ class BlackwellBackend(TritonBackend):
             has_aligned_rows(do) and describable_weight(w2, device) and can_describe_rows(device, h)
         ):
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
-        tiles = listed_tiles(plan, configs.BLOCK_M)
-        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, tiles, spec, device)
+        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, spec, device)
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tiles, configs.BLOCK_M), a_scaled
+        return dh, score_grad(partial, do, b2, s, plan, configs.BLOCK_M), a_scaled
 
     def _rows(
         self, kernel: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None, plan: RoutingPlan
@@ -68,8 +65,7 @@ class BlackwellBackend(TritonBackend):
         device = _device(rows, plan, *weight.shape[1:])
         if device is None or not (can_describe_rows(device, rows) and describable_weight(weight, device)):
             return super()._rows(kernel, rows, weight, bias, plan)
-        tiles, bias = listed_tiles(plan, configs.BLOCK_M), None if bias is None else aligned_rows(bias)
-        launch, out = host.rows_launch(kernel, rows, weight, bias, plan, tiles, device)
+        launch, out = host.rows_launch(kernel, rows, weight, aligned_bias(bias), plan, device)
         launch.run()
         return out
 

@@ -62,11 +62,10 @@ class HopperBackend(TritonBackend):
                 has_aligned_rows(do) and describable_weight(w2, device) and can_describe_rows(device, h)
             ):
                 return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
-        tile_m = host.tile_for("down_proj_dgrad_dact", weight).block_m
-        tiles = listed_tiles(plan, tile_m)
-        launch, dh, a_scaled, partial = host.dgrad_dact_launch(rows, weight, h, s, plan, tiles, spec, device)
+        launch, dh, a_scaled, partial = host.dgrad_dact_launch(rows, weight, h, s, plan, spec, device)
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
+        tile_m = host.tile_for("down_proj_dgrad_dact", weight).block_m
+        return dh, score_grad(partial, do, b2, s, plan, tile_m), a_scaled
 
     def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
         # What a GEMM with quantised operands reads of dh is rounded, db1 is not.
@@ -91,8 +90,7 @@ class HopperBackend(TritonBackend):
             parts = split_parts(w1, spec).transpose(2, 3)
             if device is None or not (has_aligned_rows(x) and describable_weight(parts, device)):
                 return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
-        tiles = listed_tiles(plan, host.tile_for("up_proj_act", weight).block_m)
-        launch, a, h = host.up_proj_act_launch(rows, weight, _aligned_bias(b1), plan, tiles, spec, keep_h, device)
+        launch, a, h = host.up_proj_act_launch(rows, weight, aligned_bias(b1), plan, spec, keep_h, device)
         launch.run()
         return a, h
 
@@ -111,8 +109,7 @@ class HopperBackend(TritonBackend):
                 return super()._rows(kernel, rows, weight, bias, plan)
         else:
             return super()._rows(kernel, rows, weight, bias, plan)
-        tiles = listed_tiles(plan, host.tile_for(kernel, weight).block_m)
-        launch, out = host.rows_launch(kernel, rows, weight, _aligned_bias(bias), plan, tiles, device)
+        launch, out = host.rows_launch(kernel, rows, weight, aligned_bias(bias), plan, device)
         launch.run()
         return out
 
@@ -160,7 +157,7 @@ def _why_not_dtype(dtype: torch.dtype) -> str | None:
     return None if dtype in DTYPES else f"the FP8 kernels for Hopper give bfloat16 and float16, not {dtype}"
 
 
-def _aligned_bias(bias: Tensor | None) -> Tensor | None:
+def aligned_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else aligned_rows(bias)
 
 

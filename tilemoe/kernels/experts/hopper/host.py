@@ -47,7 +47,8 @@ from tilemoe.kernels.experts.triton.host import (
     ones_beside,
     split_parts,
 )
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
@@ -60,15 +61,15 @@ def rows_launch(
     weight: Tensor | Operand,
     bias: Tensor | None,
     plan: RoutingPlan,
-    tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
     """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
     plus bias (E, q).
 
-    weight: p or q contiguous; p in FP8. bias: q contiguous. tiles: of `tile_for`'s block_m.
+    weight: p or q contiguous; p in FP8. bias: q contiguous.
     """
     tile = tile_for(kernel, weight)
+    tiles = listed_tiles(plan, tile.block_m)
     left, right = _moved(rows), _moved(weight)
     p, q = right.shape[1:]
     out = left.new_empty(plan.capacity, q)
@@ -104,7 +105,6 @@ def up_proj_act_launch(
     w1: Tensor | Operand,
     b1: Tensor | None,
     plan: RoutingPlan,
-    tiles: TileList,
     spec: ActivationSpec,
     keep_h: bool,
     device: Device,
@@ -118,6 +118,7 @@ def up_proj_act_launch(
     a = _empty_a(x, plan.capacity, n)
     h = source.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n)
     tile = tile_for("up_proj_act", w1)
+    tiles = listed_tiles(plan, tile.block_m)
     columns = tile.block_n // parts
     column_tiles = ceil_div(width, columns)
     right, k_major = weight_descriptor(weight, columns)
@@ -137,7 +138,6 @@ def dgrad_dact_launch(
     h: Tensor,
     s: Tensor,
     plan: RoutingPlan,
-    tiles: TileList,
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
@@ -149,6 +149,7 @@ def dgrad_dact_launch(
     source, weight = _moved(do), _moved(w2)
     d, n = weight.shape[1:]
     tile = tile_for("down_proj_dgrad_dact", w2)
+    tiles = listed_tiles(plan, tile.block_m)
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)

@@ -26,8 +26,7 @@ from tilemoe.kernels.experts.triton.descriptors import aligned_rows
 from tilemoe.kernels.experts.triton.formats.packed import with_whole_scales
 from tilemoe.kernels.experts.triton.formats.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
 from tilemoe.kernels.experts.triton.host import WeightGrad
-from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, why_no_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,10 +103,10 @@ class TritonBackend(Backend):
         if plan.capacity == 0:
             return torch.empty_like(h), torch.zeros_like(s), h.new_empty(0, w2.shape[2])
         tile_m = tile_rows(do.element_size(), device)
-        do, h, tiles = aligned_rows(do), h.contiguous(), listed_tiles(plan, tile_m)
-        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, tiles, spec, device)
+        do = aligned_rows(do)
+        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h.contiguous(), s, plan, spec, device)
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
+        return dh, score_grad(partial, do, b2, s, plan, tile_m), a_scaled
 
     def activation(self, h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
         launch, a = dact.activation_launch(h.contiguous(), plan, spec)
@@ -123,8 +122,7 @@ class TritonBackend(Backend):
         tile_m = tile_rows(do.element_size(), device_of(do))
         launch, dh, a_scaled, partial = dact.dact_launch(da.contiguous(), h.contiguous(), s, plan, spec)
         launch.run()
-        tiles = listed_tiles(plan, tile_m)
-        return dh, score_grad(partial, aligned_rows(do), b2, s, plan, tiles, tile_m), a_scaled
+        return dh, score_grad(partial, aligned_rows(do), b2, s, plan, tile_m), a_scaled
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
@@ -181,8 +179,7 @@ class TritonBackend(Backend):
         device = _check(x, x.shape[1], n)
         if plan.capacity == 0:
             return x.new_empty(0, n), x.new_empty(0, w1.shape[1])
-        tiles = listed_tiles(plan, tile_rows(x.element_size(), device))
-        launch, a, h = host.up_proj_act_launch(aligned_rows(x), w1, b1, plan, tiles, spec, keep_h, device)
+        launch, a, h = host.up_proj_act_launch(aligned_rows(x), w1, b1, plan, spec, keep_h, device)
         launch.run()
         return a, h
 
@@ -197,8 +194,7 @@ class TritonBackend(Backend):
         device = _check(rows, *weight.shape[1:])
         if plan.capacity == 0:
             return rows.new_empty(0, weight.shape[2])
-        tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-        launch, out = host.rows_launch(kernel, rows.contiguous(), weight, bias, plan, tiles, device)
+        launch, out = host.rows_launch(kernel, rows.contiguous(), weight, bias, plan, device)
         launch.run()
         return out
 
@@ -233,25 +229,22 @@ def _times_packed(
     device = _check(rows, *weight.shape[1:])
     if plan.capacity == 0:
         return rows.new_empty(0, weight.shape[2])
-    tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-    launch, out = gemm_packed.packed_launch(rows, index, weight, bias, plan, tiles, device)
+    launch, out = gemm_packed.packed_launch(rows, index, weight, bias, plan, device)
     launch.run()
     return out
 
 
-def score_grad(
-    partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
-) -> Tensor:
+def score_grad(partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tile_m: int) -> Tensor:
     """ds like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are
     aligned.
 
-    tiles: the plan's row tiles of height ``tile_m``.
+    tile_m: the height of the row tiles that it takes.
     """
     products = None
     if b2 is not None:
         launch, products = bias_grad.products_launch(do, aligned_rows(b2), device_of(do))
         launch.run()
-    launch, ds = host.score_grad_launch(partial, products, s, plan, tiles, tile_m)
+    launch, ds = host.score_grad_launch(partial, products, s, plan, tile_m)
     launch.run()
     return ds
 
