@@ -44,6 +44,12 @@ from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 _EPILOGUE_BLOCK = [BLOCK_M, EPILOGUE_N]
 
 
+def tile_of(kernel: Kernel, width_in: int, form: str = "dense") -> TileConfig:
+    """The tile of a GEMM over rows, whatever its contraction ``width_in``; of 16-bit operands, "dense", alone."""
+    assert form == "dense", form
+    return TILES[kernel]
+
+
 def up_proj_act_launch(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool, device: Device
 ) -> tuple[Launch, Tensor, Tensor]:
