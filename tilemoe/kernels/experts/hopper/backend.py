@@ -41,7 +41,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 class HopperBackend(TritonBackend):
     name = "hopper"
     batch_invariance = "yes on an H200, bf16 and fp16"
-    packed = MappingProxyType({"nf4": "yes on an H100, bf16", "mxfp4": "not tested on a GPU"})
+    packed = MappingProxyType({"nf4": "yes on an H100, bf16", "mxfp4": "yes on an H200, bf16"})
     _host: ClassVar[ModuleType] = host  # has the launches
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:

@@ -37,7 +37,7 @@ class TritonBackend(Backend):
     name = "triton"
     batch_invariance = "yes, in Triton's interpreter and on an H200"
     packed = MappingProxyType(
-        {"nf4": "yes, in Triton's interpreter and on an H100", "mxfp4": "yes, in Triton's interpreter"}
+        {"nf4": "yes, in Triton's interpreter and on an H100", "mxfp4": "yes, in Triton's interpreter and on an H200"}
     )
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
