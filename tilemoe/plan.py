@@ -6,8 +6,8 @@ C capacity of a list of row tiles
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,22 @@ class TileList(NamedTuple):
         return self.expert_of_tile.shape[0]
 
 
+class Peers(Protocol):
+    """The processes that sent the tokens x (T, d) of a plan."""
+
+    def keep(self, x: Tensor) -> bool:
+        """Whether they have this x, and give it `again`, so that it need not be saved."""
+        ...
+
+    def again(self) -> Tensor:
+        """x."""
+        ...
+
+    def lend(self, like: Tensor) -> Tensor | None:
+        """Memory of ``like``'s shape and dtype, in which they read sums; None: it is not free."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
     """The index arrays of one routing, int32, on one device. ``<value>_of_<index>`` maps an index to a value.
@@ -64,6 +80,8 @@ class RoutingPlan:
         error_bits: () bits that `check` reports; 0 when every id was in range, None when nothing was recorded
         counted_rows: (E) `rows_per_expert`, where the plan's builder counted them anyway
         tiles: lists of row tiles by height, which kernels make at first use
+        peers: who sent the tokens; None: nobody
+        sums: (T, d) to which a call of an operator writes its sums over each token's rows; None: to new memory
         tile_counter: (1) where a dynamic persistent scheduler draws tiles, made with the first list. It is 0 between
             two launches; kernels that run concurrently must not share it: every call of an operator has its own plan
         unchecked: True for arrays made by this package, whose dtypes and lengths are not checked again
@@ -88,6 +106,8 @@ class RoutingPlan:
     num_tokens: int
     error_bits: Tensor | None = None
     counted_rows: Tensor | None = field(default=None, repr=False, kw_only=True)
+    peers: Peers | None = field(default=None, repr=False, kw_only=True)
+    sums: Tensor | None = field(default=None, repr=False, kw_only=True)
     tiles: dict[int, TileList] = field(init=False, repr=False)
     tile_counter: Tensor | None = field(default=None, init=False, repr=False)
     unchecked: InitVar[bool] = field(default=False, kw_only=True)
@@ -147,6 +167,10 @@ class RoutingPlan:
         """(E) int32: the number of rows that each expert computes."""
         return torch.diff(self.row_start_of_expert) if self.counted_rows is None else self.counted_rows
 
+    def sums_like(self, x: Tensor, width: int) -> Tensor:
+        """(T, width) of x's dtype, for sums over each token's rows: `sums`, or new memory."""
+        return x.new_empty(self.num_tokens, width) if self.sums is None else self.sums
+
     @property
     def device(self) -> torch.device:
         """The device of all index arrays."""
@@ -165,15 +189,21 @@ def check_count(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")
 
 
-def plan_of(arrays: PlanArrays, num_tokens: int, counted_rows: Tensor | None = None) -> RoutingPlan:
+def plan_of(arrays: PlanArrays, num_tokens: int, **more: Any) -> RoutingPlan:
     """A plan, with no tiles yet, from the arrays in the order of `RoutingPlan.arrays`."""
-    experts = arrays[-1].shape[0] - 1
-    return RoutingPlan(*arrays, experts, num_tokens, counted_rows=counted_rows, unchecked=True)
+    return RoutingPlan(*arrays, arrays[-1].shape[0] - 1, num_tokens, unchecked=True, **more)
 
 
 def without_derived(plan: RoutingPlan) -> RoutingPlan:
     """``plan``, with no tiles yet."""
-    return RoutingPlan(*plan.arrays, plan.num_experts, plan.num_tokens, unchecked=True)
+    return plan_of(plan.arrays, plan.num_tokens, sums=plan.sums)
+
+
+def with_sums(plan: RoutingPlan, like: Tensor) -> RoutingPlan:
+    """``plan`` for one call of an operator, whose sums (T, d) are like ``like``, in the peers' memory if it is free."""
+    if plan.peers is None or torch.compiler.is_compiling():
+        return plan
+    return replace(plan, sums=plan.peers.lend(like), unchecked=True)
 
 
 def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:

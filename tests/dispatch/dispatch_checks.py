@@ -115,8 +115,7 @@ def run(
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     w1, w2, b1, b2 = weights
     here = dispatcher.dispatch(x, plan, scores)
-    with here.saving():
-        sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
+    sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
     o = dispatcher.combine(sums, here)
     o.backward(do)
     assert x.grad is not None
@@ -292,7 +291,7 @@ def check_without_gradients() -> None:
 def counted() -> Iterator[list[tuple[int, int]]]:
     """(bytes, elements of a row) of every exchange in the block: sent to other ranks, or put into the window."""
     log: list[tuple[int, int]] = []
-    all_gather, all_to_all, put = collective.all_gather, dist.all_to_all_single, triton_window._put
+    all_gather, all_to_all, put = collective.all_gather, dist.all_to_all_single, triton_window.put
 
     def counting(arrived: Tensor, rows: Tensor, into: list[int], out: list[int], **options: Any) -> Any:
         row = rows.shape[1:].numel()
@@ -304,9 +303,9 @@ def counted() -> Iterator[list[tuple[int, int]]]:
         log.append((sizes.nbytes * (world() - 1), sizes.shape[1]))
         return all_gather(out, sizes, **options)
 
-    def counting_rows(view: triton_window.Window, rows: Tensor, *rest: Any) -> None:
+    def counting_rows(view: triton_window.Window, rows: Tensor, *rest: Any, **options: Any) -> None:
         log.append((rows.nbytes, rows.shape[1]))
-        put(view, rows, *rest)
+        put(view, rows, *rest, **options)
 
     for operator in (
         window_ops.to_experts,
@@ -318,7 +317,7 @@ def counted() -> Iterator[list[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         patch.setattr(collective, "all_gather", counting_sizes)
-        patch.setattr(triton_window, "_put", counting_rows)
+        patch.setattr(triton_window, "put", counting_rows)
         yield log
 
 

@@ -39,6 +39,6 @@ class FileTransports(Transports):
             paths[dist.get_rank(group)].write_bytes(bytes(size))
             dist.barrier(group)
             memory = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
-            return memory, [each.data_ptr() for each in memory]
+            return (memory[dist.get_rank(group)], memory), [each.data_ptr() for each in memory]
 
         return window.Windows(self.group, device, self.layers, allocate, **self._options)

@@ -12,6 +12,8 @@ CHECKS = window_checks.CHECKS
 QUICK = (
     window_checks.check_with_pauses,
     window_checks.check_one_cta_at_a_time_in_any_order,
+    window_checks.check_results_are_computed_where_they_are_read,
+    window_checks.check_results_that_others_replaced,
     window_checks.check_an_overflow,
     window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,
     window_checks.check_what_a_layer_saves,

@@ -117,7 +117,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def windows(opened: list[int], **options: Any) -> Windows:
     def allocate(group: Any, device: torch.device, size: int) -> window.Memory:
         opened.append(size)
-        return None, [0, 0, 0]
+        return (torch.empty(0), None), [0, 0, 0]
 
     layers = [LayerRoom(), LayerRoom()]
     return Windows(SimpleNamespace(group_name="three"), CPU, layers, allocate, **options)  # type: ignore[arg-type]

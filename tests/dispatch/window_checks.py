@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 import tilemoe
 from tilemoe.dispatch import window as windows
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.base import Dispatched
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.window import Windows
 from tilemoe.kernels.expert_parallel import triton_window as window
@@ -93,8 +94,7 @@ def forward(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL) -> tupl
     leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((given.x, given.scores, w1, w2), needs, strict=True)]
     dispatcher = AllToAllDispatcher(by, E)
     here = dispatcher.dispatch(leaves[0], given.plan, leaves[1])
-    with here.saving():
-        sums = tilemoe.moe(here.x, leaves[2], leaves[3], here.plan, here.scores)
+    sums = tilemoe.moe(here.x, leaves[2], leaves[3], here.plan, here.scores)
     return dispatcher.combine(sums, here), [leaf for leaf in leaves if leaf.requires_grad]
 
 
@@ -241,8 +241,8 @@ def last_is_late(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 ENTERED = "    wait_for(flags, tl.load(state + REGION) + 1, here, RANKS)\n"
-COPIES = "    copy_flat(rows, region_of(addresses, here, rows_offset, rows)"
-READY = "    signal_all(addresses, tl.load(state + LAST) + 1, here, 4 * FLAGS, RANKS)\n"
+COPIES = "        copy_flat(rows, region_of(addresses, here, rows_offset, rows)"
+READY = "        signal_all(addresses, tl.load(state + LAST) + 1, here, 4 * FLAGS, RANKS)\n"
 LAST_CTA = '    if tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:\n'
 FIRST_CTA_WAITS = """    tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
     if tl.program_id(0) == 0:
@@ -286,6 +286,51 @@ def check_a_region_used_again_too_early_is_found() -> None:
             assert are_equal(backward(made, given), expected(given)) or not is_right
 
 
+def results_of(here: Dispatched) -> Tensor:
+    w1, w2, *_ = make_weights(torch.float32).of(experts_of(dist.get_rank()))
+    return tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
+
+
+def check_results_are_computed_where_they_are_read() -> None:
+    """o and dx, but not while the last rank, which is late, may still read the results before them."""
+    by, batches, moved, put = by_files(), (batch(1), batch(2)), [], window.put
+    want = [expected(each) for each in batches]
+
+    def put_and_note(view: window.Window, rows: Tensor | None, *args: Any, **options: Any) -> None:
+        moved.append(rows is not None)
+        put(view, rows, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "put", put_and_note)
+        assert are_equal(step(by, batches[0]), want[0])
+        assert moved == [True, False, True, True, False], "x, o, do, x again, dx"
+        for is_right in (True, False):
+            if not is_right:
+                always = property(lambda own: True, lambda own, value: None)
+                patch.setattr(window_ops.OpenWindow, "_can_lend", always, raising=False)
+            first, second = (AllToAllDispatcher(by, E).dispatch(*each[:3]) for each in batches)
+            assert first.sent is not None
+            assert second.sent is not None
+            o = results_of(first)
+            with pytest.MonkeyPatch.context() as late:
+                last_is_late(window, "pull_sums", late)
+                o = first.sent.combine(o)
+            found = [o, second.sent.combine(results_of(second))]
+            assert are_equal(found, [each[0] for each in want]) == is_right
+
+
+def check_results_that_others_replaced() -> None:
+    """It is said, and no rank reads them."""
+    by = by_files()
+    first, second = (AllToAllDispatcher(by, E).dispatch(*batch(seed)[:3]) for seed in (1, 2))
+    assert first.sent is not None
+    assert second.sent is not None
+    replaced = results_of(first)
+    assert are_equal([second.sent.combine(results_of(second))], expected(batch(2))[:1])
+    with pytest.raises(AssertionError, match="other results have been put there since"):
+        first.sent.combine(replaced)
+
+
 def check_numbers_of_exchanges_that_wrap() -> None:
     """2^31 exchanges later they are negative."""
     by, given, want = by_files(), batch(1), expected(batch(1))
@@ -296,7 +341,7 @@ def check_numbers_of_exchanges_that_wrap() -> None:
     begin = 2**31 - 1 - 5
     for at in (window.LAST, window.TOKENS, window.RESULTS):
         view.state[at.value] += begin - last
-    flags = windows_of(by)._window._memory[dist.get_rank()][: window.HEADER_BYTES].view(torch.int32)  # type: ignore[union-attr]
+    flags = windows_of(by)._window._memory[0][: window.HEADER_BYTES].view(torch.int32)  # type: ignore[union-attr]
     flags[: window.ROOM.value][flags[: window.ROOM.value] != 0] += begin - last
     dist.barrier()
     for _ in range(3):
@@ -367,7 +412,9 @@ def check_one_rank_has_more_tokens_than_there_is_room_for() -> None:
             with pytest.raises(ValueError, match=r"this process has 6 tokens, of 18 pairs, where .* for 5 and 15"):
                 forward(by, given)
             rows = torch.zeros(own.rows, D)
-            window.put_results(view_of(by), rows, None, torch.zeros(4, dtype=torch.int32))  # the others wait for it
+            window.put(
+                view_of(by), rows, window.RESULTS, counts=torch.zeros(4, dtype=torch.int32)
+            )  # the others wait for it
         else:
             assert bool(forward(by, given)[0].isnan().all())
         assert own.needed()[:2] == (0, 6)
@@ -480,11 +527,11 @@ def saved_of(layer: AllToAllDispatcher, ids: Tensor) -> tuple[float, int, list[T
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FunctionCtx, "save_for_backward", keeping(kept, FunctionCtx.save_for_backward))
         here = layer.dispatch(x, tilemoe.plan_topk(ids, E), torch.ones(WIDE_TOKENS, 2))
-        with here.saving():
-            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
+        sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
         o = layer.combine(sums, here)
-    for each in (here.x, w1, w2):  # what was received is pulled again
+    for each in (w1, w2):
         kept.pop(each.data_ptr())
+    assert here.x.data_ptr() not in kept, "what was received is pulled again"
     rows = int(here.plan.row_start_of_expert[-1])
     exact = 8 * (WIDE_TOKENS * d + rows * 2 * n)
     return sum(kept.values()) / exact, rows, [o.detach(), *torch.autograd.grad(o.sum(), [x, w1, w2])]
@@ -505,11 +552,11 @@ def watched() -> Iterator[tuple[list[None], list[Any]]]:
     """(one for each exchange, references to what was received, which die with its memory)"""
     puts: list[None] = []
     received: list[Any] = []
-    put, pull = window._put, window.pull_rows
+    put, pull = window.put, window.pull_rows
 
-    def put_and_count(*args: Any) -> None:
+    def put_and_count(*args: Any, **options: Any) -> None:
         puts.append(None)
-        put(*args)
+        put(*args, **options)
 
     def pull_and_watch(*args: Any) -> Tensor:
         array = pull(*args).numpy().copy()
@@ -517,7 +564,7 @@ def watched() -> Iterator[tuple[list[None], list[Any]]]:
         return torch.from_numpy(array)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "_put", put_and_count)
+        patch.setattr(window, "put", put_and_count)
         patch.setattr(window, "pull_rows", pull_and_watch)
         yield puts, received
 
@@ -531,8 +578,7 @@ def check_one_graph() -> None:
 
     def layer(x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         here = dispatcher.dispatch(x, given.plan, scores)
-        with here.saving():
-            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
+        sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores)
         return dispatcher.combine(sums, here)
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

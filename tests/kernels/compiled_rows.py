@@ -201,12 +201,15 @@ def through_a_window(
 
     def run() -> None:
         x = zeros(tokens, width, dtype=dtype)
-        window.put_tokens(view, x, state.new_empty((layout.tokens - layout.sizes) // 4), limits.capacity)
+        index = state.new_empty((layout.tokens - layout.sizes) // 4)
+        window.put(view, x, window.TOKENS, index, room=limits.capacity)
         agreed, counts, came = window.agree(view, state.new_empty(1))
         places = window.plan_pulled(view, agreed, counts, came, 128 // ranks, limits.capacity)[-1]
         received = window.pull_rows(view, x, agreed, counts, places)
         if dtype != torch.int32:
-            window.put_results(view, received, scores, counts)
+            for rows in (received, None):
+                window.put(view, rows, window.RESULTS, scores, counts)
+            window.put(view, None, window.RESULTS, counts=counts)
             window.pull_sums(view, received, agreed, counts, state.new_empty(ranks * tokens))
             window.pull_scores(view, scores, agreed, state.new_empty(8 * tokens))
 

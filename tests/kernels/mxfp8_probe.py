@@ -186,8 +186,7 @@ def mxfp8_up_proj_launch(of: Operands, block_n: int, accumulators: int) -> Launc
     experts, w, d = of.w1.shape
     n, column_tiles, k_blocks = w // 2, w // block_n, ceil_div(d, 128)
     x, w1, a = (t.to(torch.float8_e4m3fn) for t in (of.x, of.w1, of.a))
-    tiles = of.plan.tiles[128]
-    x_scales, a_scales = (torch.zeros(tiles.capacity, k, 2, 256, dtype=torch.uint8) for k in (k_blocks, n // 128))
+    x_scales, a_scales = (torch.zeros(of.tiles.capacity, k, 2, 256, dtype=torch.uint8) for k in (k_blocks, n // 128))
     w1_scales = x_scales.new_zeros(experts, column_tiles * block_n // 128, k_blocks, 2, 256)
     args = (
         described(x, [1, 128]),
@@ -198,7 +197,7 @@ def mxfp8_up_proj_launch(of: Operands, block_n: int, accumulators: int) -> Launc
             ragged_descriptor(a, [BLOCK_M, 128]), block_shape=[1, 1, BLOCK_M, 64], layout=gl.NVMMASharedLayout(64, 8, 4)
         ),
         a_scales,
-        *(of.plan.token_of_row, *tiles, d, n),
+        *(of.plan.token_of_row, *of.tiles, d, n),
     )
     constants = {"BN": block_n, "STAGES": 4, "ACCUMULATORS": accumulators}
     return launch_of(mxfp8_up_proj_kernel, (148,), args, constants, EPILOGUE_WARPS, max_registers=MAX_REGISTERS)

@@ -103,13 +103,13 @@ class Case:
 
 
 RUNS: dict[str, Callable[..., Any]] = {
-    "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library.up_proj.run,
-    "down_proj_dgrad_dact": library.down_proj_dgrad_dact.run, "down_proj_wgrad": library.down_proj_wgrad.run,
-    "up_proj_input_grad": library.up_proj_input_grad.run, "up_proj_wgrad": library.up_proj_wgrad.run,
-    "up_proj_wgrad_bias_grad": library.up_proj_wgrad_bias_grad.run,
-    "down_proj_bias_grad": library.down_proj_bias_grad.run, "up_proj_bias_grad": library.up_proj_bias_grad.run,
-    "add_down_proj_wgrad": library.add_down_proj_wgrad.run, "add_up_proj_wgrad": library.add_up_proj_wgrad.run,
-    "add_up_proj_wgrad_bias_grad": library.add_up_proj_wgrad_bias_grad.run,
+    "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library._up_proj,
+    "down_proj_dgrad_dact": library._down_proj_dgrad_dact, "down_proj_wgrad": library._down_proj_wgrad,
+    "up_proj_input_grad": library._up_proj_input_grad, "up_proj_wgrad": library._up_proj_wgrad,
+    "up_proj_wgrad_bias_grad": library._up_proj_wgrad_bias_grad,
+    "down_proj_bias_grad": library._down_proj_bias_grad, "up_proj_bias_grad": library._up_proj_bias_grad,
+    "add_down_proj_wgrad": library._add_down_proj_wgrad, "add_up_proj_wgrad": library._add_up_proj_wgrad,
+    "add_up_proj_wgrad_bias_grad": library._add_up_proj_wgrad_bias_grad,
 }  # fmt: skip
 CASES = {
     "hopper": Case(),
@@ -130,7 +130,7 @@ CASES = {
 
 def tensors_of(values: Any) -> list[Tensor]:
     given = values if isinstance(values, tuple) else (values,)
-    arrays = [array for value in given if isinstance(value, RoutingPlan) for array in value.arrays]
+    arrays = [array for value in given if isinstance(value, RoutingPlan) for array in (*value.arrays, value.sums)]
     views = [value.view for value in given if isinstance(value, window.OpenWindow)]
     given = (*given, *arrays, *(tensor for view in views for tensor in (view.addresses, view.state, view.alarm)))
     return [value for value in given if isinstance(value, Tensor)]
@@ -139,7 +139,9 @@ def tensors_of(values: Any) -> list[Tensor]:
 def repeating(run: Callable[..., Any], like: Callable[..., Any] | None = None) -> Operator:
     """What repeats the launches of ``run``, whose arguments are those of ``like``."""
     if (like or run).__module__ == window.__name__:
-        return Operator("repeating", run, arguments=window._ARGUMENTS, compiles_first=False)
+        puts_results = (like or run) in (window._from_experts, window._gradients_home)
+        arguments = window._WindowArguments(puts_results)
+        return Operator("repeating", run, arguments=arguments, compiles_first=False)
     takes_plan = "backend" in signature(like or run).parameters
     return Operator("repeating", run, arguments=library.ROUTED if takes_plan else Arguments())
 

@@ -106,7 +106,7 @@ def test_h_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [rows * width, 4 * rows * width // 128]
     alive_at_o = [tracker.bytes[number] for number in tracker.alive[o[0][0]]]
     assert case.dtype.itemsize * rows * width not in alive_at_o, "h"
-    assert_repeated(library.dequantize_h.run, lambda: case.args("dequantize_h"))
+    assert_repeated(library._dequantize_h, lambda: case.args("dequantize_h"))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 2100])
@@ -190,7 +190,8 @@ def a_window() -> window.OpenWindow:
     layout = triton_window.layout_of(limits, RANKS)
     state, alarm = indices(triton_window.STATE), indices(2)
     view = triton_window.Window(indices(RANKS).long(), state, alarm, 1, limits, layout)
-    return window.OpenWindow("one of a test", view, None)
+    memory = torch.zeros(layout.bytes, dtype=torch.uint8)
+    return window.OpenWindow("one of a test", view, (memory, None))
 
 
 def to_experts_args(pairs: bool, columns_apart: bool, precision: str) -> Args:
@@ -208,6 +209,17 @@ def places() -> Args:
 
 def rows_of(tokens: int) -> Tensor:
     return torch.zeros(tokens, D, dtype=BF16)
+
+
+def results_in_the_window(*more: Any) -> Args:
+    own = a_window()
+    own._can_lend = own.has_results = True
+    return (own.lend(rows_of(RANKS * TOKENS)), *more, *places(), *([] if more else ["bf16"]), own)
+
+
+def to_sums() -> Args:
+    case = Case()
+    return case.args("moe", replace(case.plan(), sums=case.rows(case.d), unchecked=True))
 
 
 # An operator, its launches in one call (None: however many), and what makes its operands.
@@ -246,6 +258,13 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
         3,
         lambda: (rows_of(RANKS * TOKENS), *places(), "bf16", a_window()),
     ),
+    "from the experts, in place": (window._from_experts, 2, results_in_the_window),
+    "gradients home, in place": (
+        window._gradients_home,
+        3,
+        lambda: results_in_the_window(torch.zeros(3 * TOKENS)),
+    ),
+    "experts whose sums have memory": (library.moe_forward, None, to_sums),
     "gradients home": (
         window._gradients_home,
         4,
@@ -358,7 +377,7 @@ def test_slices_are_given_back_in_turn(keep_h: bool, monkeypatch: pytest.MonkeyP
     assert len(of_slice) == 3
     for number, later in pairwise(of_slice):
         assert number not in repeated.alive[later], "one slice of y at a time"
-    assert_repeated(library.up_proj_input_grad.run, lambda: case.args("up_proj_input_grad"))
+    assert_repeated(library._up_proj_input_grad, lambda: case.args("up_proj_input_grad"))
 
 
 def test_a_is_gone_before_the_output_is_made() -> None:
@@ -403,7 +422,7 @@ def test_operands_that_are_one_tensor() -> None:
         do = torch.zeros(shape, dtype=BF16)
         return (do, do if shared else torch.zeros(shape, dtype=BF16), *tail)
 
-    run = library.down_proj_wgrad.run
+    run = library._down_proj_wgrad
     watch(run, make(False))  # it compiles
     operator = repeating(run)
     for shared in (False, False, True, True, False):

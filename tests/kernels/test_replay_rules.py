@@ -110,8 +110,8 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
     def several(x: Tensor) -> tuple[Tensor, ...]:
         return x.sort()
 
-    def as_given(x: Tensor) -> Tensor:
-        return x
+    def a_part(x: Tensor) -> Tensor:
+        return x[1:]
 
     constant = torch.zeros(4, 4)
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
         torch.empty(3, device="meta")
         return x.new_zeros(x.shape)
 
-    runs = (to_an_operand, to_another, of_other_bits, of_a_list, read_back, several, as_given, of_another, elsewhere)
+    runs = (to_an_operand, to_another, of_other_bits, of_a_list, read_back, several, a_part, of_another, elsewhere)
     for run in (*runs, of_a_shape_that_values_decide):
         operator = repeating(run)
         for index in range(4):
@@ -157,6 +157,14 @@ def test_views_and_changes_in_place_are_repeated() -> None:
             assert_equal(run(x), operator(x), run)
         (recording,) = recordings(operator)
         assert isinstance(recording, replay.LaunchTrace), run
+
+
+def test_an_operand_that_is_returned_is_each_calls_own() -> None:
+    operator = repeating(lambda x: (x.new_zeros(4), x))
+    for _ in range(4):
+        x = torch.zeros(4, 4)
+        assert operator(x)[1] is x
+    assert recordings(operator) != [None]
 
 
 @pytest.mark.parametrize(("first", "length", "is_inside"), [(4, 4, True), (2, 4, False), (4, 8, False), (0, 4, False)])

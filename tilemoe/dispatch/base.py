@@ -6,7 +6,6 @@ T tokens of this process · M tokens at its experts · d model width · E expert
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,10 +16,6 @@ from tilemoe.plan import RoutingPlan
 
 class Sent(Protocol):
     """What `combine` needs of a `dispatch`."""
-
-    def saving(self, received: Tensor) -> AbstractContextManager[object]:
-        """What autograd saves of ``received`` by operators in this block, it saves at the least memory."""
-        ...
 
     def combine(self, o: Tensor) -> Tensor:
         """See `Dispatcher`."""
@@ -38,10 +33,6 @@ class Dispatched(NamedTuple):
     plan: RoutingPlan
     scores: Tensor
     sent: Sent | None
-
-    def saving(self) -> AbstractContextManager[object]:
-        """See `Sent`, of x."""
-        return nullcontext() if self.sent is None else self.sent.saving(self.x)
 
 
 class LayerRoom:

@@ -9,7 +9,6 @@ are sent, once per token and as the experts' GEMMs do it; o and dx are partial s
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -51,10 +50,6 @@ class SentByCollective(NamedTuple):
     pairs: Way
     group: dist.ProcessGroup
     precision: str
-
-    def saving(self, received: Tensor) -> AbstractContextManager[object]:
-        """See `Dispatched`: what was received is saved."""
-        return nullcontext()
 
     @torch.compiler.disable
     def combine(self, o: Tensor) -> Tensor:

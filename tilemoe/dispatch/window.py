@@ -13,14 +13,12 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from tilemoe.dispatch.base import Dispatched, LayerRoom
 from tilemoe.kernels.expert_parallel.triton_window import (
@@ -35,10 +33,10 @@ from tilemoe.kernels.expert_parallel.triton_window import (
     Window,
     agree,
     layout_of,
-    put_tokens,
+    put,
 )
 from tilemoe.kernels.experts.formats.dense import compute_dtype
-from tilemoe.ops.window import OpenWindow, Places, from_experts, saved_by, to_experts, to_experts_again
+from tilemoe.ops.window import OpenWindow, Places, Senders, from_experts, to_experts
 from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.device import why_no_triton
 
@@ -84,8 +82,8 @@ def all_gather_object(group: dist.ProcessGroup, mine: T) -> list[T]:
     return found
 
 
-# Memory of every rank that all ranks of the group can read: (whatever keeps it, the addresses (W) in this process).
-Memory = tuple[Any, list[int]]
+# Memory that all ranks of a group can read: ((this rank's, what keeps the others'), the addresses (W) in this process).
+Memory = tuple[tuple[Tensor, Any], list[int]]
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Memory:
@@ -118,28 +116,6 @@ class SentByWindow(NamedTuple):
     places: Places
     precision: str
     window: OpenWindow
-    keep_received: bool
-
-    def saving(self, received: Tensor) -> AbstractContextManager[object]:
-        """See `Dispatched`. In place of ``received`` (M_max, d) the node that made it is saved, which has x (T, d)."""
-        if self.keep_received or torch.compiler.is_compiling() or received.grad_fn is None:
-            return nullcontext()
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return nullcontext()  # checkpointing's, or others that free what is saved, which these would replace
-        node: Any = received.grad_fn
-        address, shape = received.data_ptr(), received.shape
-
-        def pack(saved: Tensor) -> Any:
-            return node if saved.data_ptr() == address and saved.shape == shape else saved
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            x, *places = saved_by(packed)
-            again: Tensor = to_experts_again(x.detach(), *places, self.precision, self.window)
-            return again
-
-        return saved_tensors_hooks(pack, unpack)
 
     def combine(self, o: Tensor) -> Tensor:
         """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank
@@ -210,8 +186,10 @@ class Windows:
         rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may be larger
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         received, s, *rest = to_experts(x, s, *arrays, room.index, rows, precision, window)
-        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5])
-        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window, self._keep_received))
+        node = None if torch.compiler.is_compiling() or self._keep_received else received.grad_fn
+        peers = Senders(node, precision, window)
+        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5], peers=peers)
+        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window))
 
     @property
     def rows(self) -> int:
@@ -327,7 +305,7 @@ class Windows:
         view = self._window.view
         index = torch.zeros((view.layout.tokens - view.layout.sizes) // 4, dtype=torch.int32)
         index[2 * self.ranks : 2 * self.ranks + 2] = torch.tensor([tokens, pairs])
-        put_tokens(view, view.state.new_empty(0, 1), index.to(self._device), self.rows)
+        put(view, view.state.new_empty(0, 1), TOKENS, index.to(self._device), room=self.rows)
         _, counts, _ = agree(view, view.state)
         return int(counts[3]) == self.ranks
 

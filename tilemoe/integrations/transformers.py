@@ -143,9 +143,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if out is None:
         down_proj: Any = self.down_proj  # of all experts, where `weights` are those of this process
         here = dispatcher.dispatch(x, plan_topk(top_k_index, down_proj.shape[0]), top_k_weights)
-        with here.saving():
-            out = _moe(here, weights, activation)
-        out = dispatcher.combine(out, here)
+        out = dispatcher.combine(_moe(here, weights, activation), here)
     if out.dtype != hidden_states.dtype:
         out = out.to(hidden_states.dtype)
     # No view: an in-place change of a view would drop FSDP2's hook on the module's output. No backward reads ``out``.

@@ -71,24 +71,23 @@ class Experts(nn.Module):
         b1 = None if self.b1 is None else local(self.b1)
         b2 = None if self.b2 is None else local(self.b2)
         here = self.dispatcher.dispatch(x, plan, scores)
-        with here.saving():
-            o = (self.compute or moe)(
-                here.x,
-                w1,
-                w2,
-                here.plan,
-                here.scores,
-                activation=self.cfg.activation,
-                activation_limit=self.cfg.activation_limit,
-                activation_alpha=self.cfg.activation_alpha,
-                gate_up=self.cfg.gate_up,
-                b1=b1,
-                b2=b2,
-                recompute=self.recompute,
-                kernels=self.kernels,
-                precision=self.cfg.precision,
-                save=self.save,
-            )
+        o = (self.compute or moe)(
+            here.x,
+            w1,
+            w2,
+            here.plan,
+            here.scores,
+            activation=self.cfg.activation,
+            activation_limit=self.cfg.activation_limit,
+            activation_alpha=self.cfg.activation_alpha,
+            gate_up=self.cfg.gate_up,
+            b1=b1,
+            b2=b2,
+            recompute=self.recompute,
+            kernels=self.kernels,
+            precision=self.cfg.precision,
+            save=self.save,
+        )
         return self.dispatcher.combine(o, here)
 
     def precision_of(self, x: Tensor) -> str:

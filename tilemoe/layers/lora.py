@@ -80,22 +80,21 @@ class LoRAExperts(Experts):
         low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
         here = self.dispatcher.dispatch(x, plan, scores)
-        with here.saving():
-            o = moe_lora(
-                here.x,
-                w1,
-                w2,
-                here.plan,
-                here.scores,
-                Adapters(*low_rank, self.scale),
-                activation=self.cfg.activation,
-                activation_limit=self.cfg.activation_limit,
-                activation_alpha=self.cfg.activation_alpha,
-                gate_up=self.cfg.gate_up,
-                b1=b1,
-                b2=b2,
-                kernels=self.kernels,
-            )
+        o = moe_lora(
+            here.x,
+            w1,
+            w2,
+            here.plan,
+            here.scores,
+            Adapters(*low_rank, self.scale),
+            activation=self.cfg.activation,
+            activation_limit=self.cfg.activation_limit,
+            activation_alpha=self.cfg.activation_alpha,
+            gate_up=self.cfg.gate_up,
+            b1=b1,
+            b2=b2,
+            kernels=self.kernels,
+        )
         return self.dispatcher.combine(o, here)
 
     def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> Weight:

@@ -33,7 +33,7 @@ from tilemoe.kernels.experts.memory import backward_slices, forward_slices, infe
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.accumulation import sum_to_add_to
 from tilemoe.ops.out_of_memory import advise
-from tilemoe.plan import RoutingPlan, plan_of, without_derived
+from tilemoe.plan import RoutingPlan, plan_of, with_sums, without_derived
 from tilemoe.runtime.operator import Arguments, Operator
 
 _NUM_ARRAYS = 5  # tensors in `RoutingPlan.arrays`
@@ -46,7 +46,8 @@ _ONCE = (
 
 class RoutedArguments(Arguments):
     """Converts (..., plan, spec, backend) to a schema's arguments and back: the plan to its tensors, spec and backend
-    to one string, since PyTorch's work per operator grows with the square of the number of arguments.
+    to one string, since PyTorch's work per operator grows with the square of the number of arguments. A schema has no
+    peers.
     """
 
     schema = (
@@ -56,7 +57,7 @@ class RoutedArguments(Arguments):
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         plan = args[-3]
-        return (*args[:-3], *plan.arrays, plan.num_tokens, *args[-2:])
+        return (*args[:-3], *plan.arrays, plan.sums, plan.num_tokens, *args[-2:])
 
     def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         *given, plan, spec, backend = args
@@ -90,28 +91,6 @@ def routed_operator(
 ) -> Operator:
     """The operator ``tilemoe::name(args, plan, spec, backend) -> returns``; out of memory it says what to change."""
     return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise, flops=flops)
-
-
-def _of_backward(
-    args: str, returns: str, fake: Callable[..., Any], flops: Callable[..., int] | None = None
-) -> Callable[[Callable[..., Any]], Operator]:
-    """Makes a function the `routed_operator` of its name, which cannot be differentiated."""
-
-    def make(run: Callable[..., Any]) -> Operator:
-        operator = routed_operator(run.__name__, args, returns, run, fake, flops)
-        operator.refuse_autograd(_ONCE)
-        return operator
-
-    return make
-
-
-def _adding(run: Callable[..., Any]) -> Operator:
-    """Makes a function that writes to a leaf's ``.grad`` the operator of its name.
-
-    Without schema: it is never in a graph. It also runs only once in a call; the forward's first call has compiled its
-    kernels.
-    """
-    return Operator(run.__name__, run, arguments=ROUTED, advise=advise, compiles_first=False)
 
 
 def gemm_flops(flat: Sequence[Any], *multiply_adds: int) -> int:
@@ -171,7 +150,7 @@ def moe_forward(
         y = down_proj(a, weight[:, columns], None if b2 is None else b2[:, columns], plan)  # down_proj
         if columns is slices[-1]:
             del a  # with a single slice, a is freed before o is allocated
-        o = x.new_empty(x.shape) if o is None else o
+        o = plan.sums_like(x, x.shape[1]) if o is None else o
         backend.combine(y, s, plan, o[:, columns])  # combine
         del y  # freed before the next slice is allocated
     assert o is not None, "d is at least 1"
@@ -202,9 +181,14 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None, 
     if h is not None:
         ctx.mark_non_differentiable(*((h,) if scale is None else (h, scale)))
     ctx.set_materialize_grads(False)
-    ctx.num_tokens = plan.num_tokens
+    ctx.num_tokens, ctx.peers = plan.num_tokens, plan.peers
     kept = (None if save == "none" else h, scale if save == "fp8" else None)
-    ctx.save_for_backward(x, w1, w2, s, b1, b2, *kept, *plan.arrays)
+    ctx.save_for_backward(saved_of(x, plan), w1, w2, s, b1, b2, *kept, *plan.arrays)
+
+
+def saved_of(x: Tensor, plan: RoutingPlan) -> Tensor | None:
+    """x (T, d), or None where the plan's peers keep it."""
+    return None if plan.peers is not None and plan.peers.keep(x) else x
 
 
 def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -218,9 +202,11 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         return (None,) * 6
     do = do.contiguous()
     x, w1, w2, s, b1, b2, h, scale, *arrays = ctx.saved_tensors
+    x = ctx.peers.again() if x is None else x
     if torch.is_grad_enabled():  # create_graph=True
         do = _DependentOnInputs.apply(do, x, w1, w2, s, b1, b2)
-    routed = (plan_of(tuple(arrays), ctx.num_tokens), ctx.spec, ctx.backend)
+    plan = plan_of(tuple(arrays), ctx.num_tokens, peers=ctx.peers)
+    routed = (plan, ctx.spec, ctx.backend)
     dx = dw1 = dw2 = ds = db1 = db2 = None
     if need_b2:
         db2 = down_proj_bias_grad(do, s, *routed).to(b2.dtype)
@@ -238,7 +224,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
             dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # down_proj_wgrad
         del a_scaled
         if need_x:  # before dw1 and db1, since dx_rows lives beside every gradient made so far
-            dx = up_proj_input_grad(dh, w1, *routed)  # up_proj_dgrad and combine_grad
+            dx = up_proj_input_grad(dh, w1, with_sums(plan, do), *routed[1:])  # up_proj_dgrad and combine_grad
         if need_w1 and need_b1:
             dw1, db1 = _wgrad_and_bias_grad(ctx, w1, x, dh, *routed)
         elif need_w1:
@@ -291,38 +277,29 @@ class _DependentOnInputs(torch.autograd.Function):
         raise RuntimeError(_ONCE)
 
 
-@_of_backward(
-    "Tensor x, Tensor w1, Tensor? b1",
-    "Tensor",
-    lambda x, w1, b1, plan, *_: x.new_empty(plan.capacity, w1.shape[1]),
-    _rows_weight_flops,
-)
-def up_proj(
+def _up_proj(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """up_proj again, for h."""
     return backend.up_proj_act(x, w1, b1, without_derived(plan), spec)[1]
 
 
-@_of_backward(
-    "Tensor data, Tensor scale, ScalarType dtype",
-    "Tensor",
-    lambda data, scale, dtype, *_: torch.empty_like(data, dtype=dtype),
-)
-def dequantize_h(
+def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, *_: Any) -> Tensor:
+    return x.new_empty(plan.capacity, w1.shape[1])
+
+
+def _dequantize_h(
     data: Tensor, scale: Tensor, dtype: torch.dtype, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """h from its quantised form."""
     return backend.dequantize_h(Operand(data, scale, ROWS, dtype))
 
 
-@_of_backward(
-    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
-    "(Tensor, Tensor, Tensor)",
-    lambda do, w2, b2, h, s, *_: (torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])),
-    _rows_weight_flops,
-)
-def down_proj_dgrad_dact(
+def _dequantize_h_fake(data: Tensor, scale: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
+    return torch.empty_like(data, dtype=dtype)
+
+
+def _down_proj_dgrad_dact(
     do: Tensor,
     w2: Tensor,
     b2: Tensor | None,
@@ -336,20 +313,24 @@ def down_proj_dgrad_dact(
     return backend.down_proj_dgrad_dact(do, w2, b2, h, s, without_derived(plan), spec)
 
 
-def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
-    return empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
+def _down_proj_dgrad_dact_fake(
+    do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])
 
 
-@_of_backward("Tensor do, Tensor a_scaled, bool column_major", "Tensor", _down_proj_wgrad_fake, _wgrad_flops)
-def down_proj_wgrad(
+def _down_proj_wgrad(
     do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """down_proj_wgrad: dw2."""
     return backend.down_proj_wgrad(do, a_scaled, without_derived(plan), column_major)
 
 
-@_adding
-def add_down_proj_wgrad(
+def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
+    return empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
+
+
+def _add_down_proj_wgrad(
     total: Tensor, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
     """down_proj_wgrad: dw2, accumulated into ``total``."""
@@ -357,17 +338,11 @@ def add_down_proj_wgrad(
     return ()
 
 
-@_of_backward(
-    "Tensor dh, Tensor w1",
-    "Tensor",
-    lambda dh, w1, plan, *_: dh.new_empty(plan.num_tokens, w1.shape[2]),
-    _rows_weight_flops,
-)
-def up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """up_proj_dgrad and combine_grad: dx; dx_rows (R_max, d) exists one slice of d at a time."""
     plan = without_derived(plan)
     d, n = w1.shape[2], w1.shape[1] // spec.width_factor
-    dx = dh.new_empty(plan.num_tokens, d)
+    dx = plan.sums_like(dh, d)
     rows, weight = backend.rows_operand(dh), backend.weight_operand(w1, 1)
     for columns in backward_slices(shape_of(dh, d, n, plan, spec)):
         dx_rows = backend.up_proj_dgrad(rows, weight[:, :, columns], plan)
@@ -376,20 +351,22 @@ def up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: Activati
     return dx
 
 
-def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
-    return empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
+def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return dh.new_empty(plan.num_tokens, w1.shape[2])
 
 
-@_of_backward("Tensor x, Tensor dh, bool column_major", "Tensor", _up_proj_wgrad_fake, _wgrad_flops)
-def up_proj_wgrad(
+def _up_proj_wgrad(
     x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """up_proj_wgrad: dw1."""
     return backend.up_proj_wgrad(x, dh, without_derived(plan), column_major)
 
 
-@_adding
-def add_up_proj_wgrad(
+def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
+    return empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
+
+
+def _add_up_proj_wgrad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
     """up_proj_wgrad: dw1, accumulated into ``total``."""
@@ -397,44 +374,42 @@ def add_up_proj_wgrad(
     return ()
 
 
-def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
-    return dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype))
-
-
-@_of_backward(
-    "Tensor x, Tensor dh, bool column_major",
-    "(Tensor, Tensor)",
-    lambda x, dh, column_major, plan, *_: (
-        _up_proj_wgrad_fake(x, dh, column_major, plan),
-        _up_proj_bias_grad_fake(dh, plan),
-    ),
-    _wgrad_flops,
-)
-def up_proj_wgrad_bias_grad(
+def _up_proj_wgrad_bias_grad(
     x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """up_proj_wgrad: (dw1, db1 in the compute dtype)."""
     return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), column_major)
 
 
-@_adding
-def add_up_proj_wgrad_bias_grad(
+def _up_proj_wgrad_bias_grad_fake(
+    x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _up_proj_wgrad_fake(x, dh, column_major, plan), _up_proj_bias_grad_fake(dh, plan)
+
+
+def _add_up_proj_wgrad_bias_grad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """up_proj_wgrad: db1 in the compute dtype; dw1 is accumulated into ``total``."""
     return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), is_column_major(total), total)[1]
 
 
-@_of_backward("Tensor do, Tensor s", "Tensor", lambda do, s, plan, *_: s.new_empty(plan.num_experts, do.shape[1]))
-def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+def _down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db2 in the scores' dtype."""
     return backend.down_proj_bias_grad(do, s, without_derived(plan))
 
 
-@_of_backward("Tensor dh", "Tensor", _up_proj_bias_grad_fake)
-def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+def _down_proj_bias_grad_fake(do: Tensor, s: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return s.new_empty(plan.num_experts, do.shape[1])
+
+
+def _up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db1 in the compute dtype."""
     return backend.up_proj_bias_grad(dh, without_derived(plan))
+
+
+def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype))
 
 
 moe = routed_operator(
@@ -445,6 +420,70 @@ moe = routed_operator(
     _moe_fake,
     _moe_flops,
 )
+up_proj = routed_operator(
+    "up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake, _rows_weight_flops
+)
+dequantize_h = routed_operator(
+    "dequantize_h", "Tensor data, Tensor scale, ScalarType dtype", "Tensor", _dequantize_h, _dequantize_h_fake
+)
+down_proj_dgrad_dact = routed_operator(
+    "down_proj_dgrad_dact",
+    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
+    "(Tensor, Tensor, Tensor)",
+    _down_proj_dgrad_dact,
+    _down_proj_dgrad_dact_fake,
+    _rows_weight_flops,
+)
+down_proj_wgrad = routed_operator(
+    "down_proj_wgrad",
+    "Tensor do, Tensor a_scaled, bool column_major",
+    "Tensor",
+    _down_proj_wgrad,
+    _down_proj_wgrad_fake,
+    _wgrad_flops,
+)
+up_proj_input_grad = routed_operator(
+    "up_proj_input_grad",
+    "Tensor dh, Tensor w1",
+    "Tensor",
+    _up_proj_input_grad,
+    _up_proj_input_grad_fake,
+    _rows_weight_flops,
+)
+up_proj_wgrad = routed_operator(
+    "up_proj_wgrad",
+    "Tensor x, Tensor dh, bool column_major",
+    "Tensor",
+    _up_proj_wgrad,
+    _up_proj_wgrad_fake,
+    _wgrad_flops,
+)
+up_proj_wgrad_bias_grad = routed_operator(
+    "up_proj_wgrad_bias_grad",
+    "Tensor x, Tensor dh, bool column_major",
+    "(Tensor, Tensor)",
+    _up_proj_wgrad_bias_grad,
+    _up_proj_wgrad_bias_grad_fake,
+    _wgrad_flops,
+)
+down_proj_bias_grad = routed_operator(
+    "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake
+)
+up_proj_bias_grad = routed_operator(
+    "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake
+)
+# Without schema: they are never in a graph, since they write to a leaf's ``.grad``. For that they also run only once in
+# a call; the forward's first call has compiled their kernels.
+add_down_proj_wgrad = Operator(
+    "add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise, compiles_first=False
+)
+add_up_proj_wgrad = Operator(
+    "add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise, compiles_first=False
+)
+add_up_proj_wgrad_bias_grad = Operator(
+    "add_up_proj_wgrad_bias_grad", _add_up_proj_wgrad_bias_grad, arguments=ROUTED, advise=advise, compiles_first=False
+)
+
 BACKWARD_OPS = (
     up_proj,
     dequantize_h,
@@ -457,3 +496,5 @@ BACKWARD_OPS = (
     up_proj_bias_grad,
 )
 moe.register_autograd(moe_backward, _save)
+for _operator in BACKWARD_OPS:
+    _operator.refuse_autograd(_ONCE)

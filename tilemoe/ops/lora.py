@@ -32,9 +32,9 @@ from tilemoe.kernels.experts.formats.dense import (
 from tilemoe.kernels.experts.formats.packed import PackedWeight, Weight
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.table import PACKED
-from tilemoe.ops.experts import gemm_flops, routed_operator
+from tilemoe.ops.experts import gemm_flops, routed_operator, saved_of
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
-from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of, without_derived
+from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of, with_sums, without_derived
 from tilemoe.runtime.tensors import require_tensors
 
 _DENSE = "dense"
@@ -100,6 +100,7 @@ def moe_lora(
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
     (data1, *scales1), (data2, *scales2) = _parts(w1), _parts(w2)
     tensors = (x, data1, data2, s, *low_rank, b1, b2, *scales1, *scales2)
+    plan = with_sums(plan, x)
     return _forward(*tensors, f"{_format(w1)} {_format(w2)}", adapters.scale, plan, spec, backend)[0]
 
 
@@ -191,7 +192,7 @@ def _run(
     h.add_(backend.down_proj(u, up_b, None, plan), alpha=scale)
     a = backend.activation(h, plan, spec)
     p = backend.down_proj(a, down_a, None, plan)
-    o = x.new_empty(x.shape)
+    o = plan.sums_like(x, d)
     for columns in forward_slices(shape_of(x, d, n, plan, spec)):
         y = backend.down_proj(a, frozen2[:, columns], None if b2 is None else b2[:, columns], plan)
         y.add_(backend.down_proj(p, down_b[:, columns], None, plan), alpha=scale)
@@ -232,7 +233,7 @@ def _run_grad(
     dup_b = backend.up_proj_wgrad(u, dh, rows, is_column_major(up_b)).mul_(scale)
     du = backend.down_proj(dh, up_b.transpose(1, 2), None, plan).mul_(scale)
     dup_a = backend.up_proj_wgrad(x, du, plan, is_column_major(up_a))
-    dx = x.new_empty(x.shape)
+    dx = plan.sums_like(x, d)
     for columns in backward_slices(shape_of(x, d, n, plan, spec)):
         dx_rows = backend.up_proj_dgrad(dh, frozen1[:, :, columns], plan)
         dx_rows.add_(backend.up_proj_dgrad(du, up_a[:, :, columns], plan))
@@ -289,21 +290,23 @@ _backward_op = routed_operator(
 
 def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.formats, ctx.scale, plan, ctx.spec, ctx.backend = args
-    adapted, (_, *rest) = tensors[:_NUM_ADAPTED], tensors[_NUM_ADAPTED:]  # without b1
+    (x, *adapted), (_, *rest) = tensors[:_NUM_ADAPTED], tensors[_NUM_ADAPTED:]  # without b1
     _, h, u = output
     ctx.mark_non_differentiable(h, u)
     ctx.set_materialize_grads(False)
-    ctx.num_tokens = plan.num_tokens
-    ctx.save_for_backward(*adapted, *rest, h, u, *plan.arrays)
+    ctx.num_tokens, ctx.peers = plan.num_tokens, plan.peers
+    ctx.save_for_backward(saved_of(x, plan), *adapted, *rest, h, u, *plan.arrays)
 
 
 def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * _NUM_ADAPTED
-    saved = ctx.saved_tensors  # read only once: under checkpointing each read recomputes
-    given, arrays = saved[: -len(PLAN_ARRAYS)], saved[-len(PLAN_ARRAYS) :]
-    routed = (plan_of(arrays, ctx.num_tokens), ctx.spec, ctx.backend)
-    dx, ds, *adapters = _backward_op(do.contiguous(), *given, ctx.formats, ctx.scale, *routed)
+    x, *saved = ctx.saved_tensors  # read only once: under checkpointing each read recomputes
+    x = ctx.peers.again() if x is None else x
+    given, arrays = saved[: -len(PLAN_ARRAYS)], tuple(saved[-len(PLAN_ARRAYS) :])
+    plan = with_sums(plan_of(arrays, ctx.num_tokens, peers=ctx.peers), do)
+    routed = (plan, ctx.spec, ctx.backend)
+    dx, ds, *adapters = _backward_op(do.contiguous(), x, *given, ctx.formats, ctx.scale, *routed)
     return (dx, None, None, ds, *adapters)
 
 

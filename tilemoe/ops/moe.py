@@ -20,7 +20,7 @@ from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import backend_of
 from tilemoe.ops import experts as expert_ops
-from tilemoe.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan, with_sums
 from tilemoe.runtime.operator import is_differentiable
 from tilemoe.runtime.tensors import require_tensors
 from tilemoe.runtime.tracing import autocast_dtype, warn_once
@@ -90,6 +90,7 @@ def moe(
         s = s.to(torch.promote_types(torch.promote_types(s.dtype, x.dtype), torch.float32))
     s = s.contiguous()  # kernels index it by position, and reshape may have returned a strided view
     kept = save if recompute is None and is_recorded else "none"
+    plan = with_sums(plan, x)
     o: Tensor = expert_ops.moe(x, w1, w2, s, b1, b2, kept, accumulate, plan, spec, backend)[0]
     return o
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -21,15 +21,45 @@ from tilemoe.kernels.choose import choose_expert_parallel, choose_packing
 from tilemoe.kernels.expert_parallel import triton_window as kernels
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.runtime.operator import Arguments, Operator
+from tilemoe.runtime.precompile import active
+from tilemoe.runtime.tensors import PLAIN
 
 
 class OpenWindow:
-    """A window while it is open. By name, since a schema of torch.library takes no objects."""
+    """A window while it is open. By name, since a schema of torch.library takes no objects.
+
+    It lends its memory of results to who computes them, once after each exchange of tokens. By then all ranks have
+    entered an exchange after the last of results, and read none of those any more.
+    """
 
     def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
+        """memory: this rank's, and whatever keeps that of the others."""
         self.name, self.view, self._memory = name, view, memory
         self._stream: torch.cuda.Stream | None = None  # of the last exchange
+        self._can_lend = False
+        self._lent: ReferenceType[Tensor] | None = None
+        self.has_results = False  # of the exchange that runs: they were computed here
         _OPEN[name] = self
+
+    def lend(self, like: Tensor) -> Tensor | None:
+        """Memory for results of ``like``'s shape and dtype; None if it is not free."""
+        if not self._can_lend:
+            return None
+        begin, stride = self.view.layout.results // like.element_size(), (like.shape[1], 1)
+        lent = like.new_empty(0).set_(self._memory[0].untyped_storage(), begin, like.shape, stride)
+        self._can_lend, self._lent = False, ref(lent)
+        return lent
+
+    def begin(self, rows: Tensor, puts_results: bool) -> bool:
+        """An exchange of these begins. Returns whether they are results that were computed in its memory."""
+        self.follow()
+        self._can_lend = not puts_results
+        self.has_results = puts_results and self._lent is not None and rows is self._lent()
+        if puts_results and not self.has_results:
+            own = self._memory[0].data_ptr() + self.view.layout.results
+            assert rows.data_ptr() != own, "other results have been put there since"
+            self._lent = None
+        return self.has_results
 
     def follow(self) -> None:
         """The current stream waits for the one that the last exchange was on; none may overtake another.
@@ -60,11 +90,14 @@ class Places(NamedTuple):
 class _WindowArguments(Arguments):
     """(..., precision, window) to a schema's arguments and back."""
 
+    def __init__(self, puts_results: bool) -> None:
+        self._puts_results = puts_results
+
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not torch.compiler.is_compiling():
-            args[-1].follow()
-        view = args[-1].view
-        return (*args[:-1], view.addresses, view.state, view.alarm, view.here, view.limits)
+        *given, window = args
+        view, is_traced = window.view, torch.compiler.is_compiling() or type(args[0]) not in PLAIN
+        is_there = not is_traced and active() is None and window.begin(args[0], self._puts_results)
+        return (*given, is_there, view.addresses, view.state, view.alarm, view.here, view.limits)
 
     def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*args[:-1], args[-1].name)
@@ -97,7 +130,7 @@ def _to_experts(
     steps = choose_expert_parallel(x.device, tokens, pairs, experts, view.ranks).impl
     before = steps.count_sent(routed, sizes)
     copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
-    kernels.put_tokens(view, rows, index, room)
+    kernels.put(view, rows, kernels.TOKENS, index, room=room)
     agreed, counts, came = kernels.agree(view, layer)
     *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(
         view, agreed, counts, came, routed.experts_per_rank, room
@@ -142,22 +175,41 @@ def saved_by(node: Any) -> tuple[Tensor, ...]:
     """x (T, d) and the `Places` that a call of `to_experts` has saved, which checkpointing gives out once."""
     if not hasattr(node, "read"):
         node.read = node.saved_tensors
-    saved: tuple[Tensor, ...] = node.read
-    return saved
+    return tuple(node.read)
+
+
+class Senders(NamedTuple):
+    """`Peers` of what a call of `to_experts` received. node: the one that autograd made of it; None: x is saved."""
+
+    node: Any
+    precision: str
+    window: OpenWindow
+
+    def keep(self, x: Tensor) -> bool:
+        """Not if something else frees what is saved: the hooks of checkpointing, or others."""
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return self.node is not None and x.grad_fn is self.node and not is_hooked
+
+    def again(self) -> Tensor:
+        x, *places = saved_by(self.node)
+        received: Tensor = to_experts_again(x.detach(), *places, self.precision, self.window)
+        return received
+
+    def lend(self, like: Tensor) -> Tensor | None:
+        return self.window.lend(like)
 
 
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_scores = ctx.needs_input_grad[:2]
-    places = saved_by(ctx)[1:]
+    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *saved_by(ctx)[1:], ctx.window)
     del ctx.read
-    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *places, ctx.window)
     return dx_home if needs_x else None, ds_home if needs_scores else None
 
 
 def _gradients_home(dx: Tensor, ds: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """From dx (M_max, d) and ds (Q_max): (T, d), each token's sum over its ranks, and the scores' gradients (P,)."""
     places, window = Places(*rest[:-1]), rest[-1].view
-    kernels.put_results(window, dx, ds, places.counts)
+    kernels.put(window, None if rest[-1].has_results else dx, kernels.RESULTS, ds, places.counts)
     dx_home = kernels.pull_sums(window, dx, places.agreed, places.counts, places.copy_of_token)
     return dx_home, kernels.pull_scores(window, ds, places.agreed, places.position_of_pair)
 
@@ -171,7 +223,7 @@ def _gradients_home_fake(dx: Tensor, ds: Tensor, *rest: Any) -> tuple[Tensor, Te
 def _from_experts(o: Tensor, *rest: Any) -> Tensor:
     """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to."""
     places, window = Places(*rest[:-2]), rest[-1].view
-    kernels.put_results(window, o, None, places.counts)
+    kernels.put(window, None if rest[-1].has_results else o, kernels.RESULTS, counts=places.counts)
     return kernels.pull_sums(window, o, places.agreed, places.counts, places.copy_of_token)
 
 
@@ -192,7 +244,7 @@ def _to_experts_again(x: Tensor, *rest: Any) -> Tensor:
     """x or do (T, d) -> (M_max, d), of the tokens at this rank's experts."""
     *places, precision, window = rest
     at, rows = Places(*places), _as_sent(x, precision)
-    kernels.put_tokens(window.view, rows, None, 0)
+    kernels.put(window.view, rows, kernels.TOKENS)
     pulled = kernels.pull_rows(window.view, rows, at.agreed, at.counts, at.token_of_received)
     return _as_given(pulled, x.dtype, precision)
 
@@ -215,9 +267,9 @@ def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
 
 _PLACES = "Tensor agreed, Tensor counts, Tensor token_of_received, Tensor copy_of_token, Tensor position_of_pair"
 _INDICES = ", ".join(["Tensor"] * 11)
-_ARGUMENTS = _WindowArguments()
-_operator = partial(Operator, arguments=_ARGUMENTS, compiles_first=False)
-to_experts = _operator(
+_puts_tokens = partial(Operator, arguments=_WindowArguments(puts_results=False), compiles_first=False)
+_puts_results = partial(Operator, arguments=_WindowArguments(puts_results=True), compiles_first=False)
+to_experts = _puts_tokens(
     "to_experts",
     _to_experts,
     "(Tensor x, Tensor scores, Tensor row_of_pair, Tensor pair_of_row, Tensor? pair_start_of_token, "
@@ -225,16 +277,16 @@ to_experts = _operator(
     f"(Tensor, Tensor, {_INDICES})",
     _to_experts_fake,
 )
-gradients_home = _operator(
+gradients_home = _puts_results(
     "gradients_home",
     _gradients_home,
     f"(Tensor dx, Tensor ds, {_PLACES}, str window) -> (Tensor, Tensor)",
     _gradients_home_fake,
 )
-from_experts = _operator(
+from_experts = _puts_results(
     "from_experts", _from_experts, f"(Tensor o, {_PLACES}, str precision, str window) -> Tensor", _from_experts_fake
 )
-to_experts_again = _operator(
+to_experts_again = _puts_tokens(
     "to_experts_again",
     _to_experts_again,
     f"(Tensor x, {_PLACES}, str precision, str window) -> Tensor",

@@ -254,7 +254,8 @@ class LaunchTracer(TorchDispatchMode):
             taken = [slot.number for slot in slots if slot is not None]
             slots.append(None if result is None else self._part(result, taken))
         made = [slot.number for slot in slots if slot is not None]
-        if self.problem is not None or min(made, default=len(self._operands)) < len(self._operands):
+        is_view_of_operand = any(slot is not None and slot.view and slot.number < len(self._operands) for slot in slots)
+        if self.problem is not None or is_view_of_operand:
             return None
         steps = _with_frees(self._steps, len(self._operands), made)
         one_or_all = next(slot for slot in slots if slot is not None) if is_one else tuple(slots)

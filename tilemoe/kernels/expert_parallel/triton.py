@@ -76,28 +76,31 @@ def place_sent(
     return copy_of_token, position_of_pair
 
 
-def plan_received(
-    words: Tensor, came: Tensor, experts: int, num_tokens: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def plan_received(words: Tensor, came: Tensor, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
     """As `tilemoe.kernels.expert_parallel.torch.plan_received`, for at least one pair."""
     device_of(words)
-    pairs, score_words = words.shape[0], words.shape[1] - 1
-    block = pairs_of_block(experts)
+    pairs, score_words, block = words.shape[0], words.shape[1] - 1, pairs_of_block(experts)
     blocks = ceil_div(pairs, block)
-    counts, block_start, error_bits = int32_vectors(words, blocks * experts, blocks * experts, 1)
-    token_of_row, pair_of_row, row_of_pair = (words.new_empty(pairs) for _ in range(3))
-    pair_start, row_start = words.new_empty(num_tokens + 1), words.new_empty(experts + 1)
-    rows_per_expert = words.new_empty(experts)
-    scores = words.new_empty(pairs, dtype=torch.float32 if score_words == 1 else torch.float64)
+    counts = words.new_empty(blocks * experts)
     constants = {"SCORE_WORDS": score_words, "BLOCK": block, "BLOCK_E": experts_of_block(experts)}
     launch_of(count_received_kernel, (blocks,), (words, pairs, experts, counts), constants).run()
+    arrays = [words.new_empty(length) for length in (pairs, pairs, pairs, num_tokens + 1)]
+    return write_plan(words, counts, came, experts, arrays)
+
+
+def write_plan(words: Tensor, counts: Tensor, came: Tensor, experts: int, arrays: list[Tensor]) -> tuple[Tensor, ...]:
+    """`plan_received`, whose first four results are written to ``arrays``; counts: `count_received_kernel`'s."""
+    pairs, score_words, block = words.shape[0], words.shape[1] - 1, pairs_of_block(experts)
+    blocks = counts.shape[0] // experts
+    block_start, error_bits = int32_vectors(words, blocks * experts, 1)
+    row_start, rows_per_expert = words.new_empty(experts + 1), words.new_empty(experts)
+    scores = words.new_empty(pairs, dtype=torch.float32 if score_words == 1 else torch.float64)
     block_start_launch(counts, block_start, rows_per_expert, blocks, experts).run()
     row_start_launch(rows_per_expert, counts, row_start, error_bits, 0, experts).run()
-    read = (words, pairs, experts, came, block_start, row_start)
-    written = (token_of_row, pair_of_row, row_of_pair, pair_start, scores)
-    constants = {"RANKS": came.shape[0], "SCORE_WORDS": score_words, "BLOCK": block}
-    launch_of(place_received_kernel, (blocks,), (*read, *written), constants, num_warps=block // 32).run()
-    return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
+    args = (words, pairs, experts, came, block_start, row_start, *arrays, scores)
+    constants = {"RANKS": came.numel() // 2, "SCORE_WORDS": score_words, "BLOCK": block}
+    launch_of(place_received_kernel, (blocks,), args, constants, num_warps=block // 32).run()
+    return (*arrays, row_start, rows_per_expert, scores)
 
 
 def _tokens_of_block(ranks: int) -> int:

@@ -15,7 +15,8 @@ know whether the rows of all fit.
 
 Why nothing is overwritten too early. An exchange has a number, the same on all ranks. A rank says that it has *entered*
 exchange i by a kernel that on its stream comes after its pulls of all exchanges before i. Who puts into a region that
-exchange j used last waits until all ranks have entered one after j.
+exchange j used last waits until all ranks have entered one after j. Results need no copy if they are computed in their
+region after an exchange of tokens that came after j: all ranks have entered that one.
 Why every wait ends. A rank enters without waiting. It puts once the others have entered, and then sets *ready*; so each
 wait is for a kernel that itself waits, at most, for ranks to enter. One CTA waits at a time. The other multiprocessors
 stay free for other streams, for NCCL's kernels among them.
@@ -27,13 +28,12 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.expert_parallel.triton import place_received_kernel
-from tilemoe.kernels.plan.triton import block_start_launch, experts_of_block, pairs_of_block, row_start_launch
+from tilemoe.kernels.expert_parallel.triton import write_plan
+from tilemoe.kernels.plan.triton import experts_of_block, pairs_of_block
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, int32_vectors, launch_of, power_of_two
 
@@ -124,38 +124,31 @@ class Window(NamedTuple):
         return self.addresses.shape[0]
 
 
-def put_tokens(window: Window, rows: Tensor, index: Tensor | None, room: int) -> None:
-    """Put rows (T, d) and, with the first exchange of a layer, index: the bytes from ``layout.sizes`` to its tokens, as
-    int32, and the room. Returns once all ranks have put theirs, as far as later kernels of the stream are concerned.
-    """
-    _put(window, rows, window.layout.tokens, index, window.layout.sizes, None, TOKENS, room)
-
-
-def put_results(window: Window, rows: Tensor, scores: Tensor | None, counts: Tensor) -> None:
-    """Likewise the first M of rows (M_max, d), and the first Q of scores (Q_max). counts: `agree`'s."""
-    _put(window, rows, window.layout.results, scores, window.layout.scores, counts, RESULTS, 0)
-
-
-def _put(
+def put(
     window: Window,
-    rows: Tensor,
-    at: int,
-    more: Tensor | None,
-    more_at: int,
-    counts: Tensor | None,
+    rows: Tensor | None,
     region: tl.constexpr,
-    room: int,
+    more: Tensor | None = None,
+    counts: Tensor | None = None,
+    room: int = 0,
 ) -> None:
-    device = device_of(rows)
-    assert rows.is_contiguous(), "moved as they lie"
-    assert more is None or more.is_contiguous(), "moved as they lie"
-    moved = max(rows.numel(), 0 if more is None else more.numel())
+    """Put rows, and more, into a region; returns once all ranks have, as far as later kernels of the stream know.
+
+    TOKENS: rows (T, d) and, with the first exchange of a layer, the bytes from ``layout.sizes`` to its tokens, as
+    int32, and the room. RESULTS: of rows (M_max, d) and scores (Q_max) as many as `agree`'s counts say; rows None: they
+    were computed there, once no rank read those before them.
+    """
+    device, layout = device_of(window.state), window.layout
+    at = (layout.tokens, layout.sizes) if region is TOKENS else (layout.results, layout.scores)
+    given = [each for each in (rows, more) if each is not None]
+    assert all(each.is_contiguous() for each in given), "moved as they lie"
+    moved = max([each.numel() for each in given], default=1)
     grid = max(1, min(ceil_div(moved, _BLOCK), _CTAS_PER_SM * device.multiprocessors))
-    lengths = (rows.shape[0], rows.shape[1], 0 if more is None else more.numel())
-    args = (rows, more, counts, window.addresses, window.state, *lengths, at, more_at, window.here)
+    lengths = ((0, 0) if rows is None else rows.shape) + (0 if more is None else more.numel(),)
+    args = (rows, more, counts, window.addresses, window.state, *lengths, *at, window.here)
     constants = {"REGION": region.value, "RANKS": window.ranks}
-    enter_args = (window.addresses, window.state, window.here, room)
-    launch_of(enter_kernel, (1,), enter_args, constants, num_warps=1).run()
+    if rows is not None:
+        launch_of(enter_kernel, (1,), (window.addresses, window.state, window.here, room), constants, num_warps=1).run()
     launch_of(put_kernel, (grid,), args, {**constants, "BLOCK": _BLOCK}, num_warps=8).run()
 
 
@@ -182,30 +175,17 @@ def plan_pulled(
     pair_of_row, row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max);
     and token_of_received (M_max), each token's index on its own rank.
     """
-    state, ranks = window.state, window.ranks
-    words, max_tokens = window.limits.score_words, most_received(window.limits, ranks, room)
-    block = pairs_of_block(experts)
+    state, words = window.state, window.limits.score_words
+    max_tokens, block = most_received(window.limits, window.ranks, room), pairs_of_block(experts)
     blocks = ceil_div(max(room, max_tokens + 1), block)
-    lines, block_counts, block_start, error_bits = int32_vectors(
-        state, room * (words + 1), blocks * experts, blocks * experts, 1
-    )
-    token_of_row, pair_of_row, row_of_pair = (state.new_empty(room) for _ in range(3))
-    pair_start, row_start = state.new_empty(max_tokens + 1), state.new_empty(experts + 1)
-    rows_per_expert, token_of_received = state.new_empty(experts), state.new_empty(max_tokens)
-    dtype = {1: torch.float32, 2: torch.float64}[words]
-    scores = state.new_empty(room, dtype=dtype)
+    lines, block_counts = int32_vectors(state, room * (words + 1), blocks * experts)
+    token_of_received, *arrays = (state.new_empty(length) for length in (max_tokens, room, room, room, max_tokens + 1))
     read = (window.addresses, agreed, counts, window.layout.copies, window.layout.words, experts, max_tokens, room)
-    cleared = (token_of_row, pair_of_row, row_of_pair, pair_start)
-    constants = {"RANKS": ranks, "SCORE_WORDS": words, "BLOCK": block}
-    bins = {"BLOCK_E": experts_of_block(experts)}
-    written = (lines, token_of_received, *cleared, block_counts)
-    launch_of(receive_kernel, (blocks,), (*read, *written), {**constants, **bins}).run()
-    block_start_launch(block_counts, block_start, rows_per_expert, blocks, experts).run()
-    row_start_launch(rows_per_expert, block_counts, row_start, error_bits, 0, experts).run()
-    placed = (lines, room, experts, came, block_start, row_start)
-    args = (*placed, token_of_row, pair_of_row, row_of_pair, pair_start, scores)
-    launch_of(place_received_kernel, (blocks,), args, constants, num_warps=block // 32).run()
-    return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores, token_of_received
+    constants = {"RANKS": window.ranks, "SCORE_WORDS": words, "BLOCK": block, "BLOCK_E": experts_of_block(experts)}
+    args = (*read, lines, token_of_received, *arrays, block_counts)
+    launch_of(receive_kernel, (blocks,), args, constants).run()
+    lines = lines.view(room, words + 1)
+    return (*write_plan(lines, block_counts, came, experts, arrays), token_of_received)
 
 
 def pull_rows(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, token_of_received: Tensor) -> Tensor:
@@ -305,9 +285,10 @@ def put_kernel(
     REGION: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy rows and more into this rank's window. Who comes last tells the others, and waits for them."""
-    if counts is not None:
-        num_rows = tl.minimum(num_rows, tl.load(counts))
-    copy_flat(rows, region_of(addresses, here, rows_offset, rows), num_rows.to(tl.int64) * width, BLOCK)
+    if rows is not None:
+        if counts is not None:
+            num_rows = tl.minimum(num_rows, tl.load(counts))
+        copy_flat(rows, region_of(addresses, here, rows_offset, rows), num_rows.to(tl.int64) * width, BLOCK)
     if more is not None:
         if counts is not None:
             num_more = tl.minimum(num_more, tl.load(counts + 1))

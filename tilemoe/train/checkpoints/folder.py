@@ -35,7 +35,6 @@ from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.files import fsync, read_text
 from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes
-from tilemoe.models.hf_base import HFBase
 from tilemoe.models.sums import Entries, canonical, file_entries, manifest_of, read_manifest, require_files
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
@@ -239,7 +238,7 @@ class Checkpoint:
             files = self.path / MODEL_FILE, self.path / OPTIMIZER_FILE
             yield self.open_tensors() if self.is_sharded else stack.enter_context(whole_tensors(*files))
 
-    def require_model(self, config: ModelConfig | HFBase) -> None:
+    def require_model(self, config: ModelConfig) -> None:
         """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
 
         The precision of experts and how they save may: their weights are the same.
@@ -288,8 +287,6 @@ class Checkpoint:
 
     def require_bytes(self) -> None:
         """CheckpointError where its model is of more parameters than its files can hold; before memory is taken."""
-        if isinstance(self.state.recipe.model, HFBase):  # of which its files hold the adapters alone
-            return
         with self.readable():
             size = sum((self.path / name).stat().st_size for name in self.files)
             require_bytes(self.state.recipe.model, size, STATE_FILE)
@@ -304,12 +301,8 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} cannot be used: {told}") from error
 
 
-def _architecture(config: ModelConfig | HFBase) -> dict[str, Any]:
-    """What decides which weights there are, and what they mean: all but the experts' precision and how they save, and
-    where a base is.
-    """
-    if isinstance(config, HFBase):
-        return to_dict(replace(config, folder="any"))
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    """What decides which weights there are, and what they mean: all but the experts' precision and how they save."""
     moe = config.moe
     return to_dict(config if moe is None else replace(config, moe=replace(moe, precision="bf16", save="full")))
 
