@@ -33,7 +33,7 @@ SHARE ?= 1
 SEED ?= $(shell date +%s)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py triton_fences.py hopper_compiled.py hopper_cells.py \
-	blackwell_compiled.py blackwell_mxfp8_probe.py)
+	blackwell_compiled.py)
 
 # Tests for a GPU run nowhere here: at least their names and calls are looked at, though not all that is strict.
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
