@@ -1,6 +1,6 @@
-"""What Gluon kernels for Blackwell have beyond Hopper's: tensor memory, tcgen05, TMA gathers, copies that arrive.
+"""What Gluon kernels for Blackwell have beyond Hopper's: tensor memory, tcgen05, TMA gathers.
 
-A tcgen05 product, a commit and the arrival of copies are work in flight, as a load is: done as late as the waits allow,
+A tcgen05 product and a commit are work in flight, as a load is: done as late as the waits allow,
 or at a drawn moment before. Of one warp group they are done in the order in which it has issued them. One warp group is
 slow, and mostly runs when no other can and nothing is in flight, so that the others get as far ahead as they may: by
 seed and CTA, each in turn.
@@ -49,13 +49,6 @@ class TensorMemory:
         self.emulator.pause()
         return value
 
-    def store(self, value: Tensor, pred: Any = True) -> None:
-        require(list(value.shape) == self.shape and value.dtype == self.dtype, "stored as what tensor memory holds")
-        if pred:
-            self.emulator.require_access(self)
-            self.data.copy_(value)
-        self.emulator.pause()
-
     def overlaps(self, other: TensorMemory) -> bool:
         ends = self.column + self.shape[-1], other.column + other.shape[-1]
         return self.column < ends[1] and other.column < ends[0]
@@ -70,7 +63,6 @@ class BlackwellEmulator(Emulator):
         self.warps: list[int] = []  # of the warp groups
         self.products: list[TensorMemory] = []  # accumulators of the products in flight
         self.in_order: dict[Any, list[Callable[[], None]]] = {}  # by warp group: what it has in flight, oldest first
-        self.barriers: list[Barrier] = []
         self.are_barriers_fenced = True
         self.seed = seed
         self.allocate_from_hopper = self.language["gl"].allocate_shared_memory
@@ -80,8 +72,6 @@ class BlackwellEmulator(Emulator):
         gl = self.language["gl"]
         gl.allocate_shared_memory = self.allocate_shared_memory
         gl.num_warps = self.num_warps
-        self.language["tma"].async_gather = self.gather
-        self.language["async_copy"].mbarrier_arrive = self.arrive_after_copies
         self.language |= {
             "TensorMemoryLayout": lambda *args, **kwargs: None,
             "allocate_tensor_memory": self.allocate_tensor_memory,
@@ -100,7 +90,6 @@ class BlackwellEmulator(Emulator):
     def start_cta(self, cta: int) -> None:
         super().start_cta(cta)
         self.columns = self.bytes = 0
-        self.barriers.clear()
 
     def specialise(self, parts: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
         require(
@@ -128,7 +117,6 @@ class BlackwellEmulator(Emulator):
         require(self.bytes <= SHARED_BYTES, "more shared memory than a CTA has")
         allocated: Barriers | Buffer = self.allocate_from_hopper(dtype, shape, layout)
         if isinstance(allocated, Barriers):
-            self.barriers += allocated.barriers
             self.are_barriers_fenced = False
         return allocated
 
@@ -215,33 +203,6 @@ class BlackwellEmulator(Emulator):
             self.loads.append(arrive)
         self.pause()
 
-    def arrive_after_copies(self, barrier: Barrier, increment_count: bool = True) -> None:
-        """cp.async.mbarrier.arrive: each thread arrives once its copies are there.
-
-        increment_count: the phase then waits for as many arrivals more, so that these change no count. What was copied
-        is unfenced, until a warp group that has waited for the barrier issues a fence.
-        """
-        group, threads = self.warp_group, 32 * self.num_warps()
-        copies, group.open_group = group.open_group, []
-        if increment_count:
-            barrier.count(arrived=-threads)
-
-        def arrive() -> None:
-            for copy in copies:
-                copy()
-            barrier.copied += group.unfenced
-            group.unfenced.clear()
-            barrier.count(arrived=threads)
-
-        self._start(arrive)
-        self.pause()
-
     def fence(self) -> None:
         super().fence()
         self.are_barriers_fenced = True
-
-    def require_fenced(self, buffer: Buffer) -> None:
-        super().require_fenced(buffer)
-        low, high = buffer.extent
-        copied = [extent for barrier in self.barriers for extent in barrier.copied]
-        require(all(high <= start or end <= low for start, end in copied), "shared memory is read before a fence")

@@ -56,6 +56,17 @@ OF_ALL: dict[str, Fault] = {
     ),
     "an accumulator is released twice": ("release_accumulator", "count=1)", "count=2)", PROTOCOL),
 }  # fmt: skip
+# What a CTA and its warps may do, each with one error alone.
+OF_LIMITS: dict[str, Fault] = {
+    "too much tensor memory": (
+        "new_accumulators", "[ACCUMULATORS, BM", "[9 * ACCUMULATORS, BM", "more columns than tensor memory",
+    ),
+    "too much shared memory": ("blackwell.pipeline.new_ring", "[STAGES, BM", "[9 * STAGES, BM", "more shared memory"),
+    "the MMA warp reads an accumulator": (
+        "mma_tile", "    tcgen05_commit(", "    tmem_load(acc.index(buffer)); tcgen05_commit(", "a quarter of",
+    ),
+    "an accumulator is given away": ("mma_tile", "tcgen05_commit(", "mbarrier.arrive(", "writes it is in flight"),
+}  # fmt: skip
 OF_ROWS: dict[str, Fault] = {
     "fewer bytes than come": ("row_producer", "else BM * BK * 2", "else BM * BK", "more bytes"),
     "more bytes than come": ("row_producer", "else BM * BK * 2", "else 2 * BM * BK * 2", "deadlock"),
@@ -188,6 +199,10 @@ OF_DACT: dict[str, Fault] = {
 }  # fmt: skip
 # Of each group the case, the kernel of its layer that the faults are in, and whether its rows come by cp.async.
 GROUPS: dict[str, tuple[Case, str, bool, dict[str, Fault]]] = {
+    "limits": (SWIGLU, "up_proj_act_kernel", False, OF_LIMITS),
+    "limits of copies": (
+        SWIGLU, "up_proj_act_kernel", True, {"no fence": ("relay", "fence_async_shared()", "pass", FENCE)},
+    ),
     "up_proj": (SWIGLU, "up_proj_act_kernel", False, {**OF_ALL, **OF_ROWS, **STAGED, **OF_ACT}),
     "down_proj": (BIAS, "gemm_rows_kernel", False, {**OF_ALL, **OF_ROWS, **STAGED, **OF_DOWN}),
     "down_proj_dgrad": (SWIGLU, "gemm_dgrad_dact_kernel", False, {**OF_ALL, **OF_ROWS, **OF_DACT}),
@@ -197,4 +212,4 @@ GROUPS: dict[str, tuple[Case, str, bool, dict[str, Fault]]] = {
     "up_proj by copies": (SWIGLU, "up_proj_act_kernel", True, {**OF_COPIES, **OF_ROW_COPIES}),
     "wgrad": (SWIGLU, "gemm_wgrad_kernel", False, {**OF_ALL, **OF_WGRAD}),
     "wgrad by copies": (SWIGLU, "gemm_wgrad_kernel", True, {**OF_COPIES, **OF_WGRAD_COPIES}),
-}
+}  # fmt: skip

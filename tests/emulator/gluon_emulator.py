@@ -326,7 +326,6 @@ class Barrier:
     def __init__(self, emulator: Emulator) -> None:
         self.emulator = emulator
         self.arrivals = self.missing = self.bytes = self.phases = 0
-        self.copied: list[tuple[int, int]] = []  # what copies have written that arrive here (Blackwell), unfenced
 
     def init(self, count: int) -> None:
         self.arrivals = self.missing = count
@@ -354,8 +353,6 @@ class Barrier:
     def wait(self, phase: int) -> None:
         """Until the phase of this parity has ended; before the first one, the phase of parity 1 has."""
         self.emulator.pause(lambda: self.phases % 2 != phase % 2)
-        self.emulator.warp_group.unfenced += self.copied
-        self.copied.clear()
 
 
 class Barriers:
