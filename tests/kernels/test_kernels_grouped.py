@@ -1,5 +1,5 @@
-"""The two grouped products against a loop in fp64, on every stride order and alignment; as on CPUs whose 16-bit GEMMs
-are fast, and as on the others. On every routing: test_kernels_torch.py.
+"""The torch backend's grouped products against a loop in fp64, on every stride order and alignment; as on CPUs whose
+16-bit GEMMs are fast, and as on the others. The whole backend on every routing: tests/ops/test_ops_values.py.
 
 E experts · R_max row capacity · p, q widths
 """
@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.formats import dense
 from tilemoe.kernels.experts.torch import grouped as grouped_module
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.testing import ERROR_CAPS, hostile_routings, relative_error
+from tilemoe.testing import ERROR_CAPS, assert_equal, hostile_routings, make_inputs, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -167,3 +170,30 @@ def test_cpu_gemms_of_16_bit_meet_few_shapes(dtype: torch.dtype, monkeypatch: py
             assert relative_error(out[span], rows[span].double() @ weight[expert].double()) < ERROR_CAPS[dtype]
             assert relative_error(outer[expert], rows[span].double().T @ rows[span].double()) < ERROR_CAPS[dtype]
     assert len(shapes) <= 2 * -(-700 // 16), "one per multiple of 16 rows and kind of product"
+
+
+def run_all(dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Operands, and what each method of the backend makes of them."""
+    ks, plan, spec = TorchBackend(), PLANS["random"], activation_spec("swiglu", "concatenated", None, None)
+    given = make_inputs(plan, 16, 8, dtype=dtype, bias=True)
+    given = {**given, "do": normal(*given["x"].shape, dtype=dtype, seed=9), "s": given["scores"].reshape(-1)}
+    x, w1, w2, do, s = (given[name] for name in ("x", "w1", "w2", "do", "s"))
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    a, h = ks.up_proj_act(x, w1, given["b1"], plan, spec)
+    y, o, dx = ks.down_proj(a, w2, given["b2"], plan), torch.empty_like(x), torch.empty_like(x)
+    kept = {"h": h.clone(), "y": y.clone()}
+    ks.combine(y, s, plan, o)
+    dh, ds, a_scaled = ks.down_proj_dgrad_dact(do, w2, given["b2"], h, s, plan, spec)
+    ks.combine_grad(ks.up_proj_dgrad(dh, w1, plan), plan, dx)
+    found = {"a": a, "h": h, "y": y, "o": o, "dh": dh, "ds": ds, "a_scaled": a_scaled, "dx": dx}
+    found |= {"dw2": ks.down_proj_wgrad(do, a_scaled, plan), "dw1": ks.up_proj_wgrad(x, dh, plan)}
+    found |= {"db2": ks.down_proj_bias_grad(do, s, plan), "db1": ks.up_proj_bias_grad(dh, plan)}
+    assert_equal({**given, "h": h, "y": y}, {**before, **kept}, "operands stay as they are")
+    return given, found
+
+
+@pytest.mark.parametrize("block_bytes", [1, 200, 4 * 2 * 8 * 3])
+def test_blocks_of_rows_fit_together_and_operands_stay(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_all(torch.bfloat16)
+    monkeypatch.setattr(dense, "_BLOCK_BYTES", block_bytes)
+    torch.testing.assert_close(run_all(torch.bfloat16), whole)  # a sum over n may be split otherwise: not bit-equal
