@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import tilemoe
 
 ROOT = Path(tilemoe.__file__).parent
@@ -60,10 +58,10 @@ def nodes(tree: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
         yield from nodes(child, child.name if is_function else function)  # type: ignore[attr-defined]
 
 
-def readers(source: str) -> list[str]:
+def readers(tree: ast.AST) -> list[str]:
     """What of a module reads pickles or runs text."""
     found = []
-    for node, _ in nodes(ast.parse(source)):
+    for node, _ in nodes(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -81,10 +79,10 @@ def readers(source: str) -> list[str]:
     return found
 
 
-def renderers(source: str) -> list[str]:
+def renderers(tree: ast.AST) -> list[str]:
     """What of a module may apply a template."""
     found = []
-    for node, _ in nodes(ast.parse(source)):
+    for node, _ in nodes(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in TEMPLATES]
         elif isinstance(node, ast.ImportFrom):
@@ -94,10 +92,10 @@ def renderers(source: str) -> list[str]:
     return found
 
 
-def writers(source: str) -> list[tuple[str, str]]:
+def writers(tree: ast.AST) -> list[tuple[str, str]]:
     """The functions of a module that open for writing, make or fill a file wherever its name leads, and how."""
     found = []
-    for node, function in nodes(ast.parse(source)):
+    for node, function in nodes(tree):
         if not isinstance(node, ast.Call):
             continue
         name, words = dotted(node.func).rpartition(".")[2], {word.arg for word in node.keywords}
@@ -112,29 +110,25 @@ def writers(source: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_reads_a_pickle(module: str) -> None:
-    assert readers((ROOT / module).read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_no_template_is_applied_without_bounds(module: str) -> None:
-    assert bool(renderers((ROOT / module).read_text(encoding="utf-8"))) == (module == BOUNDED)
-
-
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(ASKED_FOR)])
-def test_what_writes_in_place_follows_no_link(module: str) -> None:
-    found = {function for function, _ in writers((ROOT / module).read_text(encoding="utf-8"))}
-    assert found == IN_NEW_FOLDERS.get(module, set())
+def test_every_module_keeps_the_rules() -> None:
+    for module in MODULES:
+        tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+        assert readers(tree) == [], f"{module} reads a pickle, or runs text"
+        assert bool(renderers(tree)) == (module == BOUNDED), f"{module} applies a template without bounds"
+        if not module.startswith(ASKED_FOR):
+            found = {function for function, _ in writers(tree)}
+            assert found == IN_NEW_FOLDERS.get(module, set()), f"{module} writes in place, and may follow a link"
 
 
 def test_the_walk_sees_them() -> None:
     """So that it does not pass because it looks for nothing."""
     for line in ("from pickle import load", "torch.load(f)", "f = exec", "g(f, weights_only=True)", "compile(t, n, m)"):
-        assert readers(line), line
-    assert not readers("import pickletools, torch\nmodel.eval()\ntorch.compile(f)\nre.compile(t)\njson.load(f)")
+        assert readers(ast.parse(line)), line
+    assert not readers(
+        ast.parse("import pickletools, torch\nmodel.eval()\ntorch.compile(f)\nre.compile(t)\njson.load(f)")
+    )
     for line in ("from jinja2 import Template", "tokenizer.apply_chat_template(m)"):
-        assert renderers(line), line
+        assert renderers(ast.parse(line)), line
     for line in ("open(p, 'w')", "p.open('ab')", "(a / b).open(mode='r+')", "p.write_text(t)", "save_file(t, p)"):
-        assert writers(f"def f():\n  {line}")[0][0] == "f", line
-    assert not writers("open(p, 'w', opener=never_a_link)\np.open('rb')\nopen(p)")
+        assert writers(ast.parse(f"def f():\n  {line}"))[0][0] == "f", line
+    assert not writers(ast.parse("open(p, 'w', opener=never_a_link)\np.open('rb')\nopen(p)"))
