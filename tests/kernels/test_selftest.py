@@ -208,7 +208,7 @@ def test_the_self_test_in_its_process_passes_once(cache: Path, monkeypatch: pyte
             "Wrong",
             "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-relativ",
         ),
-        ("Hangs", "it was killed after 5 s without an end"),
+        ("Hangs", "it was killed after 4 s without an end"),
         ("Killed", "it ended by SIGKILL: it said nothing"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_backend_that_fails_hangs_or_crashes_ends_in_the_portable_kernels_with
 ) -> None:
     """The toy in a process of its own, on the CPU, stands for the kernels of a B200."""
     verdict = selftest.verdict
-    monkeypatch.setattr(selftest, "SECONDS", 5 if name == "Hangs" else HANGS)
+    monkeypatch.setattr(selftest, "SECONDS", 4 if name == "Hangs" else HANGS)
     monkeypatch.setattr(selftest, "verdict", lambda *given: verdict(f"toy_selftests:{name}", CPU))
     monkeypatch.setenv(selftest.SETTING, "1")
     blackwell("3.9.0", (10, 0))

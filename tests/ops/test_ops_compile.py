@@ -193,7 +193,7 @@ def results(
     torch.manual_seed(0)  # the same draws
     outputs = function(**given)
     loss = sum(out.float().square().sum() for out in outputs if out.requires_grad)
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
     return *outputs, *(grad for grad in grads if grad is not None)
 
 
@@ -221,9 +221,15 @@ def test_layer_of_a_model_that_writes_to_a_dict(name: str) -> None:
     assert_equal(compiled(model)(x), model(x))
 
 
-def test_layer_itself_by_inductor() -> None:
-    layer = MoE(MoEConfig(D, N, E, K, router=RouterConfig(**LOSSES)))
-    check(layer, input_of, tuple(layer.parameters()), backend="inductor")
+@pytest.mark.parametrize("differentiated", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_layer_itself_by_inductor(differentiated: bool) -> None:
+    """With its backward, which `test_layer` has in one graph and `test_experts` by Inductor, it is thorough."""
+    layer = MoE(MoEConfig(D, N, E, K, router=RouterConfig(**LOSSES))).requires_grad_(differentiated)
+
+    def make(tokens: int) -> dict[str, Any]:
+        return {"x": torch.randn(tokens, D, requires_grad=differentiated)}
+
+    check(layer, make, tuple(layer.parameters()), backend="inductor")
 
 
 @pytest.mark.parametrize("mode", [None, "stochastic", pytest.param("balance", marks=pytest.mark.thorough)])
