@@ -23,6 +23,7 @@ UNGATED_ACTIVATIONS = ACTIVATIONS - GATED_ACTIVATIONS
 GateUp = Literal["concatenated", "interleaved"]
 Precision = Literal["bf16", "fp8"]
 Save = Literal["full", "fp8"]
+Invariance = Literal["none", "batch"]
 Checkpointing = Literal["none", "attention", "block"]
 Exchange = Literal["auto", "collective", "symmetric"]
 Kept = Literal["nothing", "weights", "weights_and_gradients"]
@@ -195,6 +196,9 @@ class MoEConfig:
     ``save``: how the routed experts' pre-activations are saved for backward, "full" in their own dtype or "fp8" in
     e4m3, about half the memory of 16 bits. FP8 affects the gradients and not the output; it needs n, or 2n where gated,
     to be a multiple of 128.
+    ``invariance``: "batch" computes a token's output with the same bits whatever other tokens its batch has, in
+    training and inference (docs/replay.md). It needs a GPU that runs the Triton kernels, and excludes a shared expert
+    and rounding.
 
     Raises:
         ValueError: a size or a setting is out of range, or two contradict each other; the message names them.
@@ -224,6 +228,7 @@ class MoEConfig:
     initializer_range: float = 0.02
     precision: Precision = "bf16"
     save: Save = "full"
+    invariance: Invariance = "none"
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
@@ -241,6 +246,9 @@ class MoEConfig:
             raise ValueError("shared_gate needs a shared expert: set shared_intermediate_size > 0")
         if self.rounding is not None and not isinstance(self.rounding, TokenRounding):
             raise ValueError(f"rounding must be a TokenRounding or None, got {type(self.rounding).__name__}")
+        if self.invariance == "batch" and (self.rounding is not None or self.shared_intermediate_size):
+            other = "shared_intermediate_size is 0" if self.rounding is None else "rounding is None"
+            raise ValueError(f"invariance='batch' is only for a layer whose {other}; change one of the two")
         self._validate_groups()
 
     def _validate_groups(self) -> None:

@@ -33,6 +33,7 @@ _LATE = {"softmax_after_topk": True, "bias": True}
 LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
     "softmax": (_config(), torch.bfloat16, None),
     "portable": (_config(), torch.bfloat16, "triton"),
+    "invariant": (_config(invariance="batch"), torch.bfloat16, None),
     "biased": (
         _config(_LATE, **_BIASED, hidden_size=192, num_experts=12, num_experts_per_tok=3), torch.bfloat16, None,
     ),

@@ -17,6 +17,8 @@ from triton_checks import DEVICE, INTERPRETED
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import small_m
+from tilemoe.layers.moe import MoE
+from tilemoe.ops import router
 from tilemoe.routing.topk import _select_fused
 
 pytestmark = [
@@ -79,6 +81,34 @@ def test_experts_in_4_bit_of_any_batch(kernels: str, sizes: Sizes, dtype: torch.
 def test_the_batches_reach_both_tiles_of_inference_and_the_large_ones() -> None:
     tokens, *_, experts, k = SIZES["many rows"]
     assert [small_m(rows * k, experts) for rows in (1, 9, tokens)] == [16, 64, None]
+
+
+@pytest.mark.parametrize(("kernels", "name", "dtype"), [run for run in RUNS if run[0] != "hopper_fp8"])
+def test_a_whole_layer_of_any_batch(
+    kernels: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``invariance="batch"``: the linear router, its choice and its scores, and the experts."""
+    if INTERPRETED:
+        monkeypatch.setattr(router, "why_no_triton", lambda device: None)
+    batch, sizes = batch_for(kernels, SIZES[name], dtype), SIZES[name]
+    cfg = MoEConfig(*sizes[1:], router=RouterConfig(bias=True, normalize=False), invariance="batch")
+    layer = MoE(cfg, device=DEVICE, dtype=dtype, kernels=kernels)
+    with torch.no_grad():
+        for tensor in layer.state_dict().values():
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))
+
+    def run(part: Batch) -> dict[str, Tensor]:
+        x = part.x.nan_to_num(100.0)  # a router on a CPU refuses NaN
+        out = layer(x.requires_grad_())
+        with torch.no_grad():
+            inferred = layer(x).hidden
+        assert out.router_logits is not None
+        assert out.expert_ids is not None
+        return {
+            "logits": out.router_logits.detach(), "ids": out.expert_ids, "o": out.hidden.detach(), "inferred": inferred
+        }  # fmt: skip
+
+    assert_tokens_keep_their_bits(batch, run)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the interpreter alone: docs/replay.md")

@@ -8,10 +8,15 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import raises_one_line
 from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
 from torch import Tensor
 
+from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.kernels.experts.torch import grouped
+from tilemoe.layers.lora import add_lora
+from tilemoe.layers.moe import MoE
+from tilemoe.routing.build import plan_topk
 
 SIZES = Sizes(60, 256, 128, 4, 2)
 RUNS = {
@@ -43,3 +48,20 @@ def test_experts_of_any_batch(experts: str, dtype: torch.dtype, monkeypatch: pyt
         return {what: tensor for what, tensor in found.items() if what != "ds"}  # a sum of PyTorch's over each row
 
     assert_tokens_keep_their_bits(make_batch(SIZES, dtype), run)
+
+
+def test_what_nothing_computes_so_is_refused() -> None:
+    sizes = (16, 8, 4, 2)
+    layer, x = MoE(MoEConfig(*sizes, invariance="batch")), torch.randn(3, 16)
+    with raises_one_line("invariance='batch': Triton does not run on cpu; set it to 'none'"):
+        layer(x)
+    plan = plan_topk(torch.tensor([[0, 1]] * 3), num_experts=4)
+    with raises_one_line("invariance='batch': the experts in torch.float32 by torch .* pass kernels='triton' on a GPU"):
+        layer.experts(x, plan, torch.ones(3, 2))
+    with raises_one_line("experts with invariance 'batch' cannot have adapters"):
+        add_lora(layer, 2, 4.0)
+    for other in ({"shared_intermediate_size": 8}, {"rounding": TokenRounding()}):
+        with raises_one_line(f"invariance='batch' is only for a layer whose {next(iter(other))}"):
+            MoEConfig(*sizes, invariance="batch", **other)
+    with raises_one_line("invariance must be"):
+        MoEConfig(*sizes, invariance="token")  # type: ignore[arg-type]

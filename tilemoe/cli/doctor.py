@@ -178,7 +178,8 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
         if kernels.precision == "bf16"
         for packed, whether in kernels.packed.items()
     ]
-    lines.append(f"batch invariance of the router's logits: {TorchBackend.batch_invariance}")
+    by_torch = TorchBackend.batch_invariance
+    lines.append(f"batch invariance of the router's logits: {by_torch}; on a GPU invariance='batch' makes them so")
     return lines
 
 

@@ -16,7 +16,7 @@ from tilemoe.dispatch.base import Capacity, Dispatcher, LocalDispatcher
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
-from tilemoe.ops.moe import backend_for, check_options, moe
+from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory
@@ -71,6 +71,8 @@ class Experts(nn.Module):
         b1 = None if self.b1 is None else local(self.b1)
         b2 = None if self.b2 is None else local(self.b2)
         here = self.dispatcher.dispatch(x, plan, scores)
+        if self.cfg.invariance == "batch":
+            self._require_invariance(here.x)
         o = (self.compute or moe)(
             here.x,
             w1,
@@ -92,9 +94,22 @@ class Experts(nn.Module):
 
     def precision_of(self, x: Tensor) -> str:
         """The precision, "bf16" or "fp8", that the backend uses for x (T, d), given in the dtype of the computation."""
+        return self._backend_class(x).precision
+
+    def _backend_class(self, x: Tensor) -> type[Backend]:
+        """Its attributes are constants to torch.compile, as an instance's are not."""
         widths = (self.cfg.hidden_size, self.cfg.intermediate_size)
-        backend = backend_for(self.kernels, x, widths, self.cfg.precision)
-        return type(backend).precision  # of the class, which torch.compile treats as a constant
+        return type(backend_for(self.kernels, x, widths, self.cfg.precision))
+
+    def _require_invariance(self, x: Tensor) -> None:
+        """ValueError unless a row's result, computed from x (T, d), is known not to depend on the other rows."""
+        (x,) = cast_under_autocast(x)
+        backend = self._backend_class(x)
+        if not backend.batch_invariance.startswith("yes"):
+            raise ValueError(
+                f"invariance='batch': the experts in {x.dtype} by {backend.name} ({backend.batch_invariance}); pass "
+                "kernels='triton' on a GPU, or set it to 'none' in the MoEConfig"
+            )
 
     def extra_repr(self) -> str:
         cfg = self.cfg

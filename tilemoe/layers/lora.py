@@ -207,10 +207,9 @@ def _check(base: Experts, rank: int) -> None:
         raise ValueError("experts with recompute cannot have adapters; build the model with recompute=None")
     if base.save != "full":
         raise ValueError(f"experts with save {base.save!r} cannot have adapters; build the model with save='full'")
-    if base.cfg.precision != "bf16":
-        raise ValueError(
-            f"experts with precision {base.cfg.precision!r} cannot have adapters; build the model with precision='bf16'"
-        )
+    for name, plain in (("precision", "bf16"), ("invariance", "none")):
+        if (own := getattr(base.cfg, name)) != plain:
+            raise ValueError(f"experts with {name} {own!r} cannot have adapters; build the model with {name}={plain!r}")
 
 
 def add_lora(
@@ -233,8 +232,8 @@ def add_lora(
 
     Raises:
         ValueError: the model has none of the named modules or has adapters already; ``rank``, ``alpha`` or another
-            argument is invalid; or experts are divided by expert parallelism, have ``recompute``, FP8 ``save`` or FP8
-            ``precision``, or cannot be stored in NF4.
+            argument is invalid; or experts are divided by expert parallelism, have ``recompute``, FP8 ``save``, FP8
+            ``precision`` or ``invariance``, or cannot be stored in NF4.
 
     Source: arXiv 2106.09685. For w1 (E, 2n, d) of rank r, A (E, r, d) and B (E, 2n, r).
 

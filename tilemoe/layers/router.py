@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilemoe.checks import require_type
-from tilemoe.config import MoEConfig
+from tilemoe.config import Invariance, MoEConfig
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops import router as ops
 from tilemoe.routing.topk import Routing
@@ -30,21 +30,26 @@ class _UpcastLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, invariance: Invariance
+    ) -> Tensor:
         ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
         with without_autocast(x.device.type):
+            if invariance == "batch":
+                logits = ops.invariant_logits(x.to(dtype), weight.to(dtype))
+                return logits if bias is None else logits + bias
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         with without_autocast(x.device.type):
             dx = (d_logits @ weight.to(ctx.dtype)).to(x.dtype) if need_x else None
             d_weight = (d_logits.t() @ x.to(ctx.dtype)).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
-        return dx, d_weight, d_bias, None
+        return dx, d_weight, d_bias, None, None
 
 
 class _HalfLinear(torch.autograd.Function):
@@ -59,21 +64,26 @@ class _HalfLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, invariance: Invariance
+    ) -> tuple[Tensor, Tensor]:
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         with without_autocast(x.device.type):
-            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+            if invariance == "batch":
+                logits = ops.invariant_logits(x, weight)
+            else:
+                logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
             # Not in place: torch.compile would lose the gradient.
             return logits if bias is None else logits + bias, x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor | None, dx_of_rest: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_logits is None:
-            return dx_of_rest, None, None
+            return dx_of_rest, None, None, None
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         with without_autocast(x.device.type):
             rounded = d_logits.to(x.dtype)
             dx = None
@@ -82,7 +92,7 @@ class _HalfLinear(torch.autograd.Function):
             # fp32 output: a split-K GEMM over the tokens then keeps its partial sums in fp32, too.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
-        return dx, d_weight, d_bias
+        return dx, d_weight, d_bias, None
 
 
 @constant_when_traced
@@ -157,7 +167,7 @@ class Router(nn.Module):
         super().__init__()
         require_type("cfg", cfg, MoEConfig)
         require_factory(device, dtype, FLOAT_DTYPES)
-        self.initializer_range = cfg.initializer_range
+        self.initializer_range, self.invariance = cfg.initializer_range, cfg.invariance
         self.weight = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(cfg.num_experts, device=device, dtype=dtype)) if cfg.router.bias else None
         selection_bias = None
@@ -173,7 +183,9 @@ class Router(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> RouterOutput:
-        """x (T, d) -> `RouterOutput`. ValueError: x's shape or dtype is wrong, or it is not on the weights' device."""
+        """x (T, d) -> `RouterOutput`. ValueError: x's shape or dtype is wrong, it is not on the weights' device, or no
+        kernel there computes the logits with the invariance that is asked for.
+        """
         require_tensors({"x": x})
         refuse_transforms("tilemoe.MoE", x, self.weight)
         if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
@@ -183,10 +195,10 @@ class Router(nn.Module):
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
-            logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias)
+            logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias, self.invariance)
             return RouterOutput(logits, handed_on if x.requires_grad else x)  # x: else the experts would compute dx
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        return RouterOutput(_UpcastLinear.apply(x, self.weight, self.bias, dtype), x)
+        return RouterOutput(_UpcastLinear.apply(x, self.weight, self.bias, dtype, self.invariance), x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Keep the selection bias in fp32 through ``module.to(torch.bfloat16)``: bf16 would lose its small steps."""

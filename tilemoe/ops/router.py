@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.choose import why_not_triton
+from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
+from tilemoe.runtime.device import device_of, why_no_triton
 from tilemoe.runtime.operator import Operator
 from tilemoe.runtime.tracing import specialised
 
@@ -85,6 +87,23 @@ def _backward(
     return (select_grad(logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, *ctx.spec),)
 
 
+def _invariant_logits(x: Tensor, weight: Tensor) -> Tensor:
+    why = why_no_triton(x.device) or why_widths_unsupported(x.shape[1])
+    if why is None and x.dtype == torch.float64:
+        why = f"no Triton kernel computes in {x.dtype}"
+    if why is not None:
+        raise ValueError(f"invariance='batch': {why}; set it to 'none' in the MoEConfig")
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[0], dtype=torch.float32)
+    from tilemoe.kernels.experts.triton.bias_grad import products_launch
+    from tilemoe.kernels.experts.triton.descriptors import aligned_rows
+
+    # The kernel that multiplies by b2: no tile and no order of a sum in it depends on T.
+    launch, logits = products_launch(aligned_rows(x), aligned_rows(weight), device_of(x))
+    launch.run()
+    return logits
+
+
 def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
     if why_not_triton(dx.device, dx.dtype, dx.shape[1:]) is None:
         from tilemoe.kernels.router import triton_input_grad as router_input
@@ -95,6 +114,12 @@ def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
         return torch.mm(d_logits, weight).add_(dx)  # addmm copies dx first, and takes longer
 
 
+invariant_logits = Operator(
+    "router_invariant_logits",
+    _invariant_logits,
+    "(Tensor x, Tensor weight) -> Tensor",
+    lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+)
 input_grad = Operator(
     "router_input_grad",
     _input_grad,

@@ -91,7 +91,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
         for line in differences(ours[table], saved[table], f"{table}."):
             is_free = is_same_step if line.startswith(_OF_A_STEP) else not line.startswith(_FIXED)
             (free if is_free else fixed).append(line)
-    free += differences(ours["model"], saved["model"], "model.")  # of precision or save: else it were another model
+    free += differences(ours["model"], saved["model"], "model.")  # of how experts compute: else it were another
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"

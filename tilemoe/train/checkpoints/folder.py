@@ -241,7 +241,7 @@ class Checkpoint:
     def require_model(self, config: ModelConfig) -> None:
         """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
 
-        The precision of experts and how they save may: their weights are the same.
+        How experts compute and save may: their weights are the same.
         """
         ours, saved = _architecture(config), _architecture(self.state.recipe.model)
         difference = next(differences(ours, saved, "model."), None)
@@ -302,9 +302,11 @@ class Checkpoint:
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
-    """What decides which weights there are, and what they mean: all but the experts' precision and how they save."""
+    """What decides which weights there are, and what they mean: all but how the experts compute and save."""
     moe = config.moe
-    return to_dict(config if moe is None else replace(config, moe=replace(moe, precision="bf16", save="full")))
+    if moe is None:
+        return to_dict(config)
+    return to_dict(replace(config, moe=replace(moe, precision="bf16", save="full", invariance="none")))
 
 
 def _rng_tensor(text: str) -> torch.Tensor:
