@@ -2,6 +2,7 @@
 
     python benchmarks/hf_step.py --cases gpt-oss-20b,OLMoE-1B-7B --rounds 5
     python benchmarks/hf_step.py --profile gpt-oss-20b
+    python benchmarks/hf_step.py --liger --cases Qwen3-30B-A3B,Mixtral-8x7B,gpt-oss-20b   # pip install liger-kernel
 
 A step is forward, loss and backward in bf16, no optimiser: one model (`MODELS`, whose widths are public; nothing is
 downloaded) with one batch of random tokens, of which only ``experts_implementation`` changes. Each implementation runs
@@ -9,7 +10,8 @@ once first: its loss and its gradients are compared with `grouped_mm`'s. ``noise
 differ from `grouped_mm` by, which round where it does: so it is less than what bf16 leaves open. Where bf16 puts a
 router's logits in another order a token goes elsewhere, so gradients differ by percents. One that runs out of memory is
 recorded so. Then they are timed in the same rounds, in changing order, by the host's clock: a user waits for the host,
-too. The peak of memory counts weights and gradients.
+too. The peak of memory counts weights and gradients. With ``--liger`` all have Liger's norms, rotary positions and
+fused cross entropy, and the rows are in results/hf_step_liger.jsonl.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tilemoe.bench.record import Row
 from tilemoe.bench.run import each_case, selected
 from tilemoe.integrations import transformers as integration
 
-NAME, MODE = "hf_step", "step"
+NAME, NAME_WITH_LIGER, MODE = "hf_step", "hf_step_liger", "step"
 OURS, THEIRS, REFERENCE = "tilemoe", "grouped_mm", "eager"
 IMPLEMENTATIONS = (OURS, THEIRS, "batched_mm")
 WARM_STEPS = 2
@@ -52,7 +54,8 @@ Gradients = dict[str, Tensor]
 class Model:
     """``model_type`` and ``config`` are transformers'; a batch is (batch, sequence) tokens.
 
-    ``bar``: how many times as fast as grouped_mm a step has to be; None: no promise.
+    ``bar``: how many times as fast as grouped_mm a step has to be; None: no promise. with_liger: the rest of the
+    model by Liger.
     """
 
     model_type: str
@@ -61,6 +64,7 @@ class Model:
     sequence: int = 4096
     attention: str = "sdpa"
     bar: float | None = None
+    with_liger: bool = False
 
     def with_config(self, **changes: Any) -> Model:
         return replace(self, config={**self.config, **changes})
@@ -144,7 +148,17 @@ def build(model: Model, device: torch.device, dtype: torch.dtype, seed: int = 0)
     torch.manual_seed(seed)
     with device:
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
-    return built.to(device).train()
+    built = built.to(device).train()
+    if model.with_liger:
+        liger_patches()[model.model_type](model=built, swiglu=False)
+    return built
+
+
+def liger_patches() -> Mapping[str, Any]:
+    """Liger's patch of each ``model_type`` that it serves."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 # ---------------------------------------------------------------------------------------------------------- the steps
@@ -269,9 +283,11 @@ def implementations(args: argparse.Namespace, name: str, case: Model) -> list[Ro
     parameters = sum(each.numel() for each in subject.model.parameters())
     layers, vocabulary = case.config["num_hidden_layers"], case.config["vocab_size"]
     where = {
-        "case": name, "mode": MODE, "layers": layers, "batch": case.batch, "sequence": case.sequence,
+        "case": name, "mode": MODE, "layers": layers, "batch": case.batch,
+        "sequence": case.sequence,
         "attention": case.attention, "vocabulary": vocabulary, "parameters": parameters,
-        "transformers": transformers.__version__, "rounds": args.rounds, "steps": args.steps,
+        "transformers": transformers.__version__, "liger": record.version("liger-kernel"), "rounds": args.rounds,
+        "steps": args.steps,
     }  # fmt: skip
     print(f"{parameters / 1e9:.2f} B parameters, {args.rounds} rounds of {args.steps} steps", flush=True)
     names = list(dict.fromkeys([OURS, THEIRS, *args.implementations.split(",")]))
@@ -324,7 +340,10 @@ def cases_of(args: argparse.Namespace, names: str) -> dict[str, Model]:
     found = {}
     for name, case in selected("case", names, MODELS).items():
         case = tiny(case) if args.device == "cpu" else case
-        found[name] = replace(case.with_config(**inner), **changes)
+        if args.liger and case.model_type not in liger_patches():
+            print(f"{name} is left out: Liger has no patch for {case.model_type}", flush=True)
+            continue
+        found[name] = replace(case.with_config(**inner), with_liger=args.liger, **changes)
     return found
 
 
@@ -338,13 +357,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", help='"cpu" runs tiny models, to see that everything works')
     for name in ("batch", "sequence", "layers", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, help="instead of the case's")
+    parser.add_argument("--liger", action="store_true", help="all but the experts by Liger, where it serves the model")
     parser.add_argument("--attention", help="transformers' attn_implementation instead of the case's")
     args = parser.parse_args(arguments)
     if args.profile:
         for name, case in cases_of(args, args.profile).items():
             profile(args, name, case)
     else:
-        each_case(NAME, cases_of(args, args.cases), partial(one_case, args), describe)
+        each_case(
+            NAME_WITH_LIGER if args.liger else NAME, cases_of(args, args.cases), partial(one_case, args), describe
+        )
 
 
 if __name__ == "__main__":

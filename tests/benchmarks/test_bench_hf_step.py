@@ -46,6 +46,16 @@ def test_step_records_every_implementation(capsys: pytest.CaptureFixture[str]) -
     assert "of 1.35 asked" in capsys.readouterr().out
 
 
+def test_liger_is_applied_where_it_serves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(hf_step, "liger_patches", lambda: {"mixtral": lambda **more: calls.append(more)})
+    options = ["--device", "cpu", "--rounds", "1", "--steps", "1", "--sequence", "8"]
+    hf_step.main([*options, "--liger", "--cases", "OLMoE-1B-7B,Mixtral-8x7B"])
+    assert [call["swiglu"] for call in calls] == [False]
+    assert {row["case"] for row in record.rows("hf_step_liger")} == {"Mixtral-8x7B"}
+    assert not record.rows("hf_step")
+
+
 def test_what_runs_out_of_memory_is_recorded_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     step = hf_step.Subject.step
 

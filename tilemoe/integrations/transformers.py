@@ -82,7 +82,8 @@ def use(model: nn.Module) -> int:
 
     Raises:
         ValueError: as `register`, or this is no model, or a part of one, or it has no experts that transformers
-            dispatches, or tilemoe does not compute them; the message names the model and what works instead.
+            dispatches, or Liger has replaced them, or tilemoe does not compute them; the message names the model and
+            what works instead.
 
     Examples:
         >>> from tilemoe.integrations import transformers as tilemoe_transformers
@@ -95,6 +96,7 @@ def use(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise ValueError(f"use takes a model that is loaded, got {type(model).__name__}; load it, or call register()")
     register()
+    _refuse_liger(model)
     modules = dict(experts_modules(model))
     if not modules:
         raise ValueError(
@@ -120,6 +122,17 @@ def use(model: nn.Module) -> int:
     for name in modules:
         take_adapters(model, name)
     return len({layer_of(name) for name in modules})
+
+
+def _refuse_liger(model: nn.Module) -> None:
+    """ValueError if Liger's patch, of a class or of a module, has put its own experts where transformers' would ask."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward", type(module).forward)
+        if "gate_up_proj" in module._parameters and forward.__module__.startswith("liger_kernel."):
+            raise ValueError(
+                f"{type(model).__name__} has Liger's experts in {name}, so tilemoe would not be asked; apply Liger's "
+                "patch with swiglu=False, and make the model anew"
+            )
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
