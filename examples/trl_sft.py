@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
@@ -41,8 +42,8 @@ TEMPLATE = (
 SPECIAL = ["<end>", "<user>", "<assistant>"]
 
 
-def small_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Random weights, over bytes."""
+def small_model(**changes: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Random weights, over bytes; ``changes`` of the configuration."""
     vocabulary = {letter: id_ for id_, letter in enumerate(sorted(ByteLevel.alphabet()))}
     backend = Tokenizer(BPE(vocabulary, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -50,19 +51,16 @@ def small_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=TEMPLATE
     )
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
+        "initializer_range": 0.2,  # of a base that adapters can teach something
+    }  # fmt: skip
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        initializer_range=0.2,  # of a base that adapters can teach something
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{**sizes, **changes},
     )
     return AutoModelForCausalLM.from_config(config, experts_implementation="tilemoe"), tokenizer
 

@@ -232,6 +232,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
     "select grad, balance": (router._select_grad, None, partial(select_grad_args, True, False, True)),
     "select grad, all": (router._select_grad, None, partial(select_grad_args, True, True, True, "late softmax")),
     "select grad, late": (router._select_grad, None, partial(select_grad_args, False, False, False, "late softmax")),
+    "the router's logits in any batch": (router._invariant_logits, 1, lambda: (rows_of(TOKENS), rows_of(8))),
     "the router's share of dx": (router._input_grad, 1, partial(input_grad_args, 40)),
     "the router's share of dx, one token": (router._input_grad, 1, partial(input_grad_args, 1)),
     "rounding": (rounding._rounded_scores, 6, partial(rounding_args, "nearest", "softmax", False)),
@@ -280,7 +281,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "choose_expert_parallel", lambda *args: kernels)
     packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
     monkeypatch.setattr(window, "choose_packing", lambda *args: packing)
-    monkeypatch.setattr(router, "why_not_triton", lambda *args: None)
+    for why in ("why_not_triton", "why_no_triton"):
+        monkeypatch.setattr(router, why, lambda *args: None)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
