@@ -3,7 +3,8 @@
     python benchmarks/figures.py
 
 overview: time and peak memory of each peer over ours, of the layer and of steps of transformers' models (the README's).
-layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. end_to_end: losses.
+layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. end_to_end, finetune:
+losses.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tilemoe.plots import LABEL_MARGIN, STYLES, WIDTH, save, spread
 MODE = "nearest"  # of token rounding
 PEER_STYLES = MappingProxyType(dict(zip(("sonic-moe", "scattermoe", "grouped_mm"), spread(3), strict=True)))
 GPU = "NVIDIA H200"  # of the overview
+FULL_SIZE = 24  # layers
 TITLES = (
     "One layer with its router, forward and backward (n: the width of an expert)",
     "A training step of transformers' models",
@@ -45,6 +47,7 @@ def draw_all(folder: Path) -> Iterator[Path]:
     yield save(plots.kernels_figure(rows, "sustained"), folder / "kernels-sustained.svg")
     yield token_rounding(folder)
     yield end_to_end(folder)
+    yield fine_tuning(folder)
 
 
 class Bar(NamedTuple):
@@ -159,6 +162,25 @@ def end_to_end(folder: Path) -> Path:
     counts = ", ".join(f"{count / 1e6:.1f} M" for count in tokens)
     figure.suptitle(f"Pre-training of {rows[0]['recipe']}, {counts} tokens")
     return save(figure, folder / "end_to_end.svg")
+
+
+def fine_tuning(folder: Path) -> Path:
+    """Losses of adapters on each full-size model, by what its experts are stored and computed in."""
+    rows = [row for row in record.rows("finetune") if row["mode"] in ("sft", "train") and row["layers"] >= FULL_SIZE]
+    figure = Figure(figsize=(WIDTH, 6), layout="constrained")
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    for axis, case in zip(figure.subplots(len(cases), 1), cases, strict=True):
+        newest = {(row["mode"], row["experts"], row["implementation"]): row for row in rows if row["case"] == case}
+        for (mode, experts, computed), style in zip(newest, spread(len(newest)), strict=True):
+            row = newest[mode, experts, computed]
+            name = f"{experts}, {computed}: {row['tokens_per_second']:,} tokens/s ({row['commit'][:7]})"
+            axis.plot(range(1, len(row["losses"]) + 1), row["losses"], label=name, color=style.colour, lw=0.9)
+        axis.set(ylabel="loss, nats/token")
+        axis.set_title(f"{case}, random weights, on one {rows[0]['gpu'].removeprefix('NVIDIA ')}", fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axis.set_xlabel("optimiser step")
+    return save(figure, folder / "finetune.svg")
 
 
 def curve_name(row: Row) -> str:

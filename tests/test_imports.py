@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"checks", "files"},
     "recipes": set(),
     "perf": {"shape", "kernels", "config", "models"},
-    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf", "plots"},
+    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf", "plots", "integrations"},
     "integrations": _BELOW_LAYERS | {"dispatch", "layers", "models"},
     "bench": _BELOW_LAYERS | {"layers", "models", "perf", "plots"},
     "cli": _BELOW_LAYERS

@@ -413,8 +413,8 @@ class ParallelConfig:
                 "parallel.reshard_after_forward frees them; set the latter to False"
             )
 
-    def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:
-        """A copy with ``shard`` filled in for a job of ``world_size`` processes.
+    def for_job(self, world_size: int, model: Any) -> ParallelConfig:
+        """A copy with ``shard`` filled in for a job of ``world_size`` processes. ``model``: a config with ``moe``.
 
         ValueError: the sizes' product cannot be ``world_size``, or ``expert`` does not divide the model's experts.
         """
@@ -472,7 +472,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     """``value`` converted to ``hint``: dicts to dataclasses, lists to tuples; the dataclasses validate the rest."""
     nested = [t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)]
     if nested and (value is not None or type(None) not in get_args(hint)):
-        return from_dict(nested[0], value, where)  # type: ignore[arg-type]
+        names = set(value) if isinstance(value, Mapping) else set()  # of several, the one that has all of them
+        fitting = (t for t in nested if names <= {f.name for f in dataclasses.fields(t)})
+        return from_dict(next(fitting, nested[0]), value, where)  # type: ignore[arg-type]
     if get_origin(hint) is tuple and not isinstance(value, (list, tuple)):
         raise ValueError(f"{where.rstrip('.')}: expected a list, got {value!r}")
     if isinstance(value, float) and value.is_integer() and int in (hint, *get_args(hint)):

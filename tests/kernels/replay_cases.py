@@ -103,13 +103,13 @@ class Case:
 
 
 RUNS: dict[str, Callable[..., Any]] = {
-    "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library._up_proj,
-    "down_proj_dgrad_dact": library._down_proj_dgrad_dact, "down_proj_wgrad": library._down_proj_wgrad,
-    "up_proj_input_grad": library._up_proj_input_grad, "up_proj_wgrad": library._up_proj_wgrad,
-    "up_proj_wgrad_bias_grad": library._up_proj_wgrad_bias_grad,
-    "down_proj_bias_grad": library._down_proj_bias_grad, "up_proj_bias_grad": library._up_proj_bias_grad,
-    "add_down_proj_wgrad": library._add_down_proj_wgrad, "add_up_proj_wgrad": library._add_up_proj_wgrad,
-    "add_up_proj_wgrad_bias_grad": library._add_up_proj_wgrad_bias_grad,
+    "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library.up_proj.run,
+    "down_proj_dgrad_dact": library.down_proj_dgrad_dact.run, "down_proj_wgrad": library.down_proj_wgrad.run,
+    "up_proj_input_grad": library.up_proj_input_grad.run, "up_proj_wgrad": library.up_proj_wgrad.run,
+    "up_proj_wgrad_bias_grad": library.up_proj_wgrad_bias_grad.run,
+    "down_proj_bias_grad": library.down_proj_bias_grad.run, "up_proj_bias_grad": library.up_proj_bias_grad.run,
+    "add_down_proj_wgrad": library.add_down_proj_wgrad.run, "add_up_proj_wgrad": library.add_up_proj_wgrad.run,
+    "add_up_proj_wgrad_bias_grad": library.add_up_proj_wgrad_bias_grad.run,
 }  # fmt: skip
 CASES = {
     "hopper": Case(),

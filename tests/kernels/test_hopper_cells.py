@@ -240,7 +240,7 @@ def test_a_weight_by_pointer_is_seen() -> None:
     """As the portable kernel reads one of which no dimension is contiguous."""
     of = make_operands()
     w2 = of.w2.new_zeros(*of.w2.shape[:2], 2 * of.w2.shape[2])[..., ::2]
-    launch, *_ = portable.dgrad_dact_launch(of.x, w2, of.h, of.s, of.plan, of.tiles, of.spec, H200)
+    launch, *_ = portable.dgrad_dact_launch(of.x, w2, of.h, of.s, of.plan, of.spec, H200)
     with pytest.raises(AssertionError, match="by pointer"):
         assert_no_pointer_to_weight("", launch)
     launch = launch_of_cell(SELECTION[0])

@@ -57,6 +57,7 @@ from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kerne
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, tile_rows
+from tilemoe.kernels.experts.triton.host import WeightGrad
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
@@ -88,19 +89,19 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
     of = make_operands(dtype=dtype)
     weights = {"down_proj_wgrad": (of.a, of.w2), "up_proj_wgrad": (of.h, of.w1.transpose(1, 2))}
     transposed = {"down_proj_wgrad": (of.a, turn(of.w2)), "up_proj_wgrad": (of.h, turn(of.w1).transpose(1, 2))}
-    inference, *_ = host.up_proj_act_launch(of.x, of.w1, None, of.plan, of.tiles, of.spec, False, H200)
+    inference, *_ = host.up_proj_act_launch(of.x, of.w1, None, of.plan, of.spec, False, H200)
     wide = make_operands(widths=(1536, 512), dtype=dtype)
     return {
-        **{name: row_gemm_launch(host, name, of, H200, tall=True) for name in KERNELS if name not in weights},
-        "down_proj, long contraction": row_gemm_launch(host, "down_proj", wide, H200, tall=True),
+        **{name: row_gemm_launch(host, name, of, H200) for name in KERNELS if name not in weights},
+        "down_proj, long contraction": row_gemm_launch(host, "down_proj", wide, H200),
         "up_proj_act, inference": inference,
-        **{name: host.wgrad_launch(name, of.x, *given, of.plan, H200) for name, given in weights.items()},
+        **{name: host.wgrad_launch(WeightGrad(name, of.x, *given), of.plan, H200) for name, given in weights.items()},
         **{
-            f"{name}, column-major": host.wgrad_launch(name, of.x, *given, of.plan, H200)
+            f"{name}, column-major": host.wgrad_launch(WeightGrad(name, of.x, *given), of.plan, H200)
             for name, given in transposed.items()
         },
         **{
-            f"{name}, added{order}": host.wgrad_launch(name, of.x, rows, out.float(), of.plan, H200, adds=True)
+            f"{name}, added{order}": host.wgrad_launch(WeightGrad(name, of.x, rows, out.float(), True), of.plan, H200)
             for order, of_order in (("", weights), (", column-major", transposed))
             for name, (rows, out) in of_order.items()
         },
@@ -115,7 +116,8 @@ def sums_launches(of: Operands, turned: Tensor) -> dict[str, Launch]:
         out = w1.transpose(1, 2)
         for form, to in (("", out), (", added", out.float())):
             adds = to is not out
-            launches[form + order] = host.wgrad_launch("up_proj_wgrad", of.x, of.h, to, of.plan, H200, adds, sums)
+            grad = WeightGrad("up_proj_wgrad", of.x, of.h, to, adds, sums)
+            launches[form + order] = host.wgrad_launch(grad, of.plan, H200)
     return launches
 
 
@@ -148,7 +150,7 @@ def test_row_gemms_of_either_stride_order(kernel: Kernel, d: int, tmp_path: Path
     of = make_operands(widths=(d, 456))
     assert tile_of(kernel, 456).block_m == 192
     for weight in (of.w2.transpose(1, 2).contiguous(), of.w2.transpose(1, 2)):
-        launch, _ = host.rows_launch(kernel, of.a, weight, None, of.plan, of.tall_tiles, H200)
+        launch, _ = host.rows_launch(kernel, of.a, weight, None, of.plan, H200)
         assert count_spill_loads(compile_launch(launch, 90), tmp_path) == 0
 
 
@@ -157,7 +159,7 @@ def stationary_launch(kernel: Kernel, n: int, bias: bool, transposed: bool) -> L
     of = make_operands(widths=(1000, n), bias=bias)
     weight = of.w2.transpose(1, 2)
     weight = weight.contiguous() if transposed else weight
-    launch, _ = host.rows_launch(kernel, of.a, weight, of.b2, of.plan, of.tall_tiles, H200)
+    launch, _ = host.rows_launch(kernel, of.a, weight, of.b2, of.plan, H200)
     assert launch.kernel is gemm_stationary_kernel
     return launch
 
@@ -230,10 +232,9 @@ def test_long_contractions_stay_portable() -> None:
 @pytest.mark.parametrize("width", [200, 456])
 def test_a_launch_is_of_the_kernel_and_the_tile_that_its_row_says(width: int) -> None:
     of = make_operands(widths=(width, width))
-    launches = {
-        kernel: row_gemm_launch(host, kernel, of, H200, tall=True) for kernel in KERNELS if "wgrad" not in kernel
-    }
-    launches["up_proj_wgrad"] = host.wgrad_launch("up_proj_wgrad", of.x, of.h, of.w1.transpose(1, 2), of.plan, H200)
+    launches = {kernel: row_gemm_launch(host, kernel, of, H200) for kernel in KERNELS if "wgrad" not in kernel}
+    grad = WeightGrad("up_proj_wgrad", of.x, of.h, of.w1.transpose(1, 2))
+    launches["up_proj_wgrad"] = host.wgrad_launch(grad, of.plan, H200)
     for kernel, launch in launches.items():
         row = row_of(kernel, 2 * width if kernel == "up_proj_dgrad" else width)
         module, _, name = row.kernel.partition(":")

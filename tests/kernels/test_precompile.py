@@ -123,7 +123,7 @@ def test_the_routers_backward_is_compiled_with_its_forward(log: Log) -> None:
 @pytest.mark.parametrize("name", ["moe", "down_proj_dgrad_dact", "up_proj_input_grad"])
 def test_the_call_that_counts_is_the_one_without_it(name: str, log: Log) -> None:
     """The same results, allocations and launches, at last; nothing of the call without values is alive beside them."""
-    run = getattr(experts, f"_{name}", experts.moe_forward)
+    run = getattr(experts, name).run
     operator, args = repeating(run), CASE.args(name)
     found, _ = watch(operator, args)
     count = len(log.launched())

@@ -106,7 +106,7 @@ def test_h_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [rows * width, 4 * rows * width // 128]
     alive_at_o = [tracker.bytes[number] for number in tracker.alive[o[0][0]]]
     assert case.dtype.itemsize * rows * width not in alive_at_o, "h"
-    assert_repeated(library._dequantize_h, lambda: case.args("dequantize_h"))
+    assert_repeated(library.dequantize_h.run, lambda: case.args("dequantize_h"))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 2100])
@@ -379,7 +379,7 @@ def test_slices_are_given_back_in_turn(keep_h: bool, monkeypatch: pytest.MonkeyP
     assert len(of_slice) == 3
     for number, later in pairwise(of_slice):
         assert number not in repeated.alive[later], "one slice of y at a time"
-    assert_repeated(library._up_proj_input_grad, lambda: case.args("up_proj_input_grad"))
+    assert_repeated(library.up_proj_input_grad.run, lambda: case.args("up_proj_input_grad"))
 
 
 def test_a_is_gone_before_the_output_is_made() -> None:
@@ -424,7 +424,7 @@ def test_operands_that_are_one_tensor() -> None:
         do = torch.zeros(shape, dtype=BF16)
         return (do, do if shared else torch.zeros(shape, dtype=BF16), *tail)
 
-    run = library._down_proj_wgrad
+    run = library.down_proj_wgrad.run
     watch(run, make(False))  # it compiles
     operator = repeating(run)
     for shared in (False, False, True, True, False):

@@ -356,11 +356,12 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
         assert choose_experts(B200, torch.bfloat16).name == "triton"
     monkeypatch.setattr(blackwell_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
     rows, plan = SimpleNamespace(device=B200, dtype=torch.bfloat16), SimpleNamespace(capacity=8)
+    device_of_kernel = blackwell_backend.BlackwellBackend()._device
     with raises_one_line("kernels='blackwell': their self-test has not passed: it was killed .*; pass kernels=None or"):
-        blackwell_backend._device(rows, plan, 64, 32)  # type: ignore[arg-type]
+        device_of_kernel("down_proj", rows, plan, 64, 32)  # type: ignore[arg-type]
     selftests.append(Verdict(None))
     selftest.why_not.cache_clear()
-    assert blackwell_backend._device(rows, plan, 64, 32) is not None  # type: ignore[arg-type]
+    assert device_of_kernel("down_proj", rows, plan, 64, 32) is not None  # type: ignore[arg-type]
 
 
 def test_a_setting_that_is_none_is_named(

@@ -32,6 +32,7 @@ from triton_compile import (
     compiled_key,
     count_loads_of_two_bytes,
     count_spill_loads,
+    list_tiles,
     make_operands,
     row_gemm_launch,
     stack_bytes,
@@ -232,7 +233,7 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
     by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
     out, db1 = empty_weight_grad(by_row, (E, D, N), column_major), torch.zeros(E, N) if sums else None
     out = out.float() if adds else out
-    launch = mlp.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds, db1)
+    launch = mlp.wgrad_launch(mlp.WeightGrad(kernel, by_token, by_row, out, adds, db1), plan, device)
     assert launch.constants["TRANSPOSED"] == column_major
     compiled = compile_launch(launch, capability)
     ptx = compiled.asm["ptx"]
@@ -246,7 +247,9 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
     if capability != GATHERED_BY_REGISTER and not by_tma:
         assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"
     if sums and not device.gathers:
-        alone = compile_launch(mlp.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds), capability)
+        alone = compile_launch(
+            mlp.wgrad_launch(mlp.WeightGrad(kernel, by_token, by_row, out, adds), plan, device), capability
+        )
         copies, copies_alone = (each.asm["ptx"].count("cp.async.cg.shared.global") for each in (compiled, alone))
         assert copies == copies_alone
         assert bytes_of_copies(ptx) == bytes_of_copies(alone.asm["ptx"])
@@ -272,8 +275,8 @@ def test_the_number_of_tokens_is_in_no_key() -> None:
     keys = set()
     for tokens in (1, 17, 64, 1000):
         plan = plan_topk(torch.arange(tokens * K).view(tokens, K) % E, E)
-        _, (list_of_tiles,) = tiles.tile_lists_launch(plan, 128)
+        list_tiles(plan)
         x, w2, s, h = (torch.zeros(shape) for shape in ((tokens, 64), (E, 64, 32), (tokens * K,), (tokens * K, 64)))
         spec = activation_spec("swiglu", "concatenated", None, None)
-        keys.add(compiled_key(mlp.dgrad_dact_launch(x, w2, h, s, plan, list_of_tiles, spec, NVIDIA[80])[0]))
+        keys.add(compiled_key(mlp.dgrad_dact_launch(x, w2, h, s, plan, spec, NVIDIA[80])[0]))
     assert len(keys) == 1

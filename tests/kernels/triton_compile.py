@@ -28,7 +28,7 @@ from triton.runtime.jit import mangle_type
 import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
 from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
@@ -69,7 +69,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
 
 
 class Operands(NamedTuple):
-    """A layer's, of no certain values: 64 tokens, 2 experts, 2 per token; tiles of 128 and of another height."""
+    """A layer's, of no certain values: 64 tokens, 2 experts, 2 per token; the plan has lists of all tiles."""
 
     x: Tensor
     w1: Tensor
@@ -81,8 +81,6 @@ class Operands(NamedTuple):
     s: Tensor
     plan: RoutingPlan
     spec: ActivationSpec
-    tiles: TileList
-    tall_tiles: TileList
 
 
 def make_operands(
@@ -99,27 +97,32 @@ def make_operands(
     spec = activation_spec(activation, gate_up, None, None)
     width = spec.width_factor * n
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
-    _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
+    list_tiles(plan)
     x, w1, w2 = (torch.empty(shape, dtype=dtype) for shape in [(tokens, d), (experts, width, d), (experts, d, n)])
     w1, w2 = (torch.empty(w.mT.shape, dtype=dtype).mT for w in (w1, w2)) if transposed else (w1, w2)
     b1, b2 = (x.new_empty(experts, width), x.new_empty(experts, d)) if bias else (None, None)
     h, a = (x.new_empty(2 * tokens, columns) for columns in (width, n))
-    return Operands(x, w1, w2, b1, b2, h, a, torch.empty(2 * tokens), plan, spec, tiles, tall_tiles)
+    return Operands(x, w1, w2, b1, b2, h, a, torch.empty(2 * tokens), plan, spec)
 
 
-def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device, tall: bool = False) -> Launch:
-    """Of a GEMM over routed rows, by a backend's ``host``; ``tall``: where down_proj and up_proj_dgrad have tiles of
-    their own."""
-    tiles = of.tall_tiles if tall else of.tiles
+def list_tiles(plan: RoutingPlan) -> None:
+    """Lists that are not filled, of any height that a kernel takes: nothing is launched for them."""
+    for heights in ((16, 32), (64, 128), (192, 1024)):
+        _, lists = tile_lists_launch(plan, *heights)
+        plan.tiles.update(zip(heights, lists, strict=True))
+
+
+def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device) -> Launch:
+    """Of a GEMM over routed rows, by a backend's ``host``."""
     launch: Launch
     if kernel == "up_proj_act":
-        launch = host.up_proj_act_launch(of.x, of.w1, of.b1, of.plan, of.tiles, of.spec, True, device)[0]
+        launch = host.up_proj_act_launch(of.x, of.w1, of.b1, of.plan, of.spec, True, device)[0]
     elif kernel == "down_proj_dgrad_dact":
-        launch = host.dgrad_dact_launch(of.x, of.w2, of.h, of.s, of.plan, of.tiles, of.spec, device)[0]
+        launch = host.dgrad_dact_launch(of.x, of.w2, of.h, of.s, of.plan, of.spec, device)[0]
     elif kernel == "down_proj":
-        launch = host.rows_launch("down_proj", of.a, of.w2.transpose(1, 2), of.b2, of.plan, tiles, device)[0]
+        launch = host.rows_launch("down_proj", of.a, of.w2.transpose(1, 2), of.b2, of.plan, device)[0]
     else:
-        launch = host.rows_launch("up_proj_dgrad", of.h, of.w1, None, of.plan, tiles, device)[0]
+        launch = host.rows_launch("up_proj_dgrad", of.h, of.w1, None, of.plan, device)[0]
     return launch
 
 

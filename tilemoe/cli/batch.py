@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilemoe.checks import spelled
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Kept
+from tilemoe.models.hf_base import HFBase
 from tilemoe.perf.hardware import Gpu, find_gpu
 from tilemoe.perf.proposal import Choices, Proposal, propose, ways_to_share
 from tilemoe.perf.training import Setup
@@ -61,10 +62,10 @@ def proposal_for(
     ValueError: no settings fit, or the memory of such a run is not predicted.
     """
     model, parallel = recipe.model, recipe.parallel
+    if isinstance(model, HFBase) or recipe.lora is not None or recipe.train.precision != "bf16":
+        raise ValueError("data.batch_size auto plans bf16 training of all weights; give a number for adapters or fp32")
     is_held = parallel.shard != 0 or not {_SHARED, _SHARD}.isdisjoint(given)
     sizes = (parallel if is_held else replace(parallel, shard=0, expert=1)).for_job(processes, model)
-    if recipe.lora is not None or recipe.train.precision != "bf16":
-        raise ValueError("data.batch_size auto plans bf16 training of all weights; give a number for adapters or fp32")
     gpus = sizes.shard * sizes.expert  # of a copy of the model
     choices = Choices(
         expert_parallel=(sizes.expert,) if is_held else ways_to_share(model.moe, gpus),

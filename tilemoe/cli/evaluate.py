@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +18,7 @@ from tilemoe.train.config import DataConfig
 
 if TYPE_CHECKING:
     from tilemoe.data import Prepared
+    from tilemoe.integrations.hf_decoder import HFDecoder
     from tilemoe.models.decoder import DecoderLM
     from tilemoe.train.evaluate import Evaluation
 
@@ -58,17 +59,9 @@ class EvalOptions:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
         if self.corpus is not None:
             default = replace(default, sources=())
-        names = [
-            "corpus",
-            "format",
-            "too_long",
-            "undecodable",
-            "longest_line",
-            "heldout_every",
-            "batch_size",
-            "seq_len",
-        ]
-        return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+        known = {each.name for each in fields(default)}
+        given = {name: value for name, value in vars(self).items() if name in known and value is not None}
+        return replace(default, **given)
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class Subject:
     """The model, the data and the settings of an evaluation."""
 
     path: Path
-    model: DecoderLM
+    model: DecoderLM | HFDecoder
     data: Prepared
     settings: DataConfig
     precision: Literal["fp32", "bf16"]
@@ -97,6 +90,7 @@ def run(arguments: Sequence[str]) -> None:
 def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     import torch
 
+    from tilemoe.integrations.hf_decoder import HFDecoder
     from tilemoe.runtime.device import has_fast_gemm
     from tilemoe.train.checkpoints.restore import restore
     from tilemoe.train.datasets import prepare_data
@@ -108,13 +102,15 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     tokenizer = restored.checkpoint.tokenizer_spec
     trained = replace(recipe.data, tokenizer=tokenizer)  # one that was trained on text may serve a chat
     settings = options.settings(trained, recipe.model.max_seq_len)
+    if isinstance(restored.model, HFDecoder) and (settings.format, settings.packing) == ("chat", "best_fit"):
+        restored.model.require_documents_apart()
     # Somebody else may have made the checkpoint, so nothing is written to the cache folder that it names.
     data = prepare_data(settings, tokenizer, default_cache_dir())
     seq_len = settings.seq_len if settings.format == "text" else trained.seq_len  # what a chat is cut to
     is_same_text = settings == replace(trained, batch_size=settings.batch_size, seq_len=seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: {settings.named} changed since training, which may have seen what is held out now")
-    device_type = restored.model.embed.weight.device.type
+    device_type = next(restored.model.parameters()).device.type
     trained_in = recipe.train.precision if has_fast_gemm(device_type, torch.bfloat16) else "fp32"
     precision = options.precision or trained_in
     return Subject(restored.checkpoint.path, restored.model, data, settings, precision)
@@ -146,7 +142,7 @@ def _evaluate(subject: Subject, batches: int) -> Evaluation:
     from tilemoe.train.evaluate import evaluate
 
     shards, settings = subject.data.heldout, subject.settings
-    device = subject.model.embed.weight.device
+    device = next(subject.model.parameters()).device
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
         most = batches * settings.batch_size * settings.seq_len or shards.num_targets

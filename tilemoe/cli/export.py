@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
+from tilemoe.config import ModelConfig
 
 if TYPE_CHECKING:
     from tilemoe.train.checkpoints.restore import Restored
@@ -51,17 +52,28 @@ def run(arguments: Sequence[str]) -> None:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     print(f"exported {restored.checkpoint.path} to {out}")
-    if not options.adapter and (line := export_line(restored.model.config)):
+    config = restored.model.config
+    if not options.adapter and isinstance(config, ModelConfig) and (line := export_line(config)):
         print(f"note: {line}")
 
 
 def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> None:
+    from tilemoe.integrations.hf_decoder import HFDecoder
     from tilemoe.integrations.peft import save_adapter
     from tilemoe.layers.lora import merge_lora
     from tilemoe.models.folder import is_hf
     from tilemoe.models.huggingface import write_hf
 
     lora = restored.checkpoint.state.recipe.lora
+    if isinstance(restored.model, HFDecoder):
+        assert lora is not None, "nothing else of it trains"
+        if is_adapter:
+            restored.model.save_adapters(folder, lora.base)
+        else:
+            restored.model.save_merged(folder)
+        for path in folder.glob("*.safetensors"):
+            path.chmod(0o644)  # safetensors makes it its owner's alone
+        return
     if not is_adapter:
         merge_lora(restored.model)
         ends = restored.tokenizer.end_ids

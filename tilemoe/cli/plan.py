@@ -19,7 +19,7 @@ from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
 from tilemoe.models.hf_config import layer_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.presets import MOE_PRESETS, preset_named
-from tilemoe.models.sizes import ModelSizes, sizes_of
+from tilemoe.models.sizes import ModelSizes
 from tilemoe.perf.adapters import BITS, tuning_plan
 from tilemoe.perf.exchange import LINK_SHARE, Hosts, exchange_plan
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
@@ -128,7 +128,7 @@ def source_of(options: PlanOptions) -> Source:
         raise ValueError("--checkpoint, --preset and --recipe name a layer each; leave one of them out")
     if options.recipe is not None:
         recipe = load_recipe(options.recipe)
-        model = sizes_of(recipe.model)
+        model = recipe.sizes()
         return Source(recipe.name, _experts("--recipe", options.recipe, model), model, recipe=recipe)
     if options.checkpoint is None:
         name = preset_named("--preset", options.preset or _PRESET)
@@ -139,7 +139,7 @@ def source_of(options: PlanOptions) -> Source:
     folder = find_folder("--checkpoint", options.checkpoint, files=(CONFIG_FILE,))
     if is_hf(folder):
         return _from_hf(options.checkpoint, folder / CONFIG_FILE)
-    model = sizes_of(read_recipe(folder).model)
+    model = read_recipe(folder).sizes()
     return Source(options.checkpoint, _experts("--checkpoint", options.checkpoint, model), model)
 
 

@@ -16,6 +16,7 @@ from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.files import default_cache_dir
 from tilemoe.models.folder import find_folder, is_hf
+from tilemoe.models.hf_base import HFBase
 from tilemoe.models.hf_config import import_line
 from tilemoe.models.sums import sums_line
 from tilemoe.train.config import DataConfig, LoRAConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
@@ -36,7 +37,7 @@ _FORMS: Mapping[str, Any] = MappingProxyType(
 class Overrides:
     """The settings of a recipe that can be given on the command line: all of them."""
 
-    model: ModelConfig
+    model: ModelConfig | HFBase
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -184,6 +185,9 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         "micro-batch, and the --parallel settings not given, that tilemoe plan --train proposes for this GPU. "
         "For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
+    changed = [word for word in overrides if word.startswith("--model.") and not word.startswith("--model.folder")]
+    if changed and isinstance(recipe.model, HFBase):
+        raise ValueError(f"{changed[0]}: a model of transformers' own class is as its folder says; leave it out")
     model = _with_rounding(recipe.model, overrides)
     lora = recipe.lora or (LoRAConfig() if _is_asked_for("--lora.", overrides) else None)
     settings = parse(
@@ -197,15 +201,17 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return replace(recipe, **{field.name: getattr(settings, field.name) for field in fields(settings)})
 
 
-def _with_rounding(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
+def _with_rounding(model: ModelConfig | HFBase, overrides: Sequence[str]) -> ModelConfig | HFBase:
     """The model with rounding set, if its options or --help are given: tyro has no options for a table that is None."""
+    if isinstance(model, HFBase):
+        return model
     moe = model.moe
     if moe is None or moe.rounding is not None or not _is_asked_for("--model.moe.rounding.", overrides):
         return model
     return replace(model, moe=replace(moe, rounding=TokenRounding()))
 
 
-def _with_width(model: ModelConfig, overrides: Sequence[str]) -> list[str]:
+def _with_width(model: ModelConfig | HFBase, overrides: Sequence[str]) -> list[str]:
     """The options, and the model's width for its experts, too, where theirs is not given."""
     found = list(overrides)
     ours, theirs = "--model.hidden-size", "--model.moe.hidden-size"

@@ -10,7 +10,7 @@ from tilemoe.data.cache import Prepared, Writers, cached_shards, open_splits, us
 from tilemoe.data.chat_encoder import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
 from tilemoe.data.corpus import Corpus, open_corpus
-from tilemoe.data.packing import FLAGS, PackedDocuments, flagged
+from tilemoe.data.packing import FLAGS, PACKINGS, PackedDocuments, Packing, flagged
 from tilemoe.data.shards import read_index
 from tilemoe.data.text_files import LONGEST_LINE, Undecodable
 from tilemoe.data.tokenizer import load_tokenizer
@@ -29,11 +29,12 @@ def prepare_chat(
     seq_len: int,
     heldout_every: int = 20,
     too_long: TooLong = "error",
+    packing: Packing = "best_fit",
     read_only: Path | None = None,
     undecodable: Undecodable = "error",
     longest_line: int = LONGEST_LINE,
 ) -> Prepared:
-    """The examples of .jsonl files (`tilemoe.data.conversations`), packed into windows of ``seq_len``.
+    """The examples of .jsonl files (`tilemoe.data.conversations`), in windows of ``seq_len``, by ``packing``.
 
     Every ``heldout_every``-th is held out. One of more than seq_len + 1 tokens, of which the last has no place, is an
     error, or left out ("skip"), or cut at its end ("truncate"; left out where nothing to learn remains); the notes
@@ -43,6 +44,7 @@ def prepare_chat(
     require_int("seq_len", seq_len, 1)
     require_int("heldout_every", heldout_every, 2)
     require_choice("too_long", too_long, TOO_LONG)
+    require_choice("packing", packing, PACKINGS)
     cache_dir = expand_user(cache_dir)
     corpus = open_corpus(corpus_spec, CHAT_SUFFIXES, undecodable, longest_line)
     with usable_cache(cache_dir):
@@ -57,7 +59,7 @@ def prepare_chat(
         folder = cached_shards(
             (cache_dir, read_only), corpus, tokenizer, made_from, write, FLAGS * tokenizer.vocab_size
         )
-        train, heldout = (PackedDocuments(shards, seq_len) for shards in open_splits(folder))
+        train, heldout = (PackedDocuments(shards, seq_len, packing) for shards in open_splits(folder))
         index = read_index(folder)
         return Prepared(train, heldout, tokenizer, tuple(index["notes"]), corpus.read_and_skipped(index))
 

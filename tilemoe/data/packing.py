@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from tilemoe.data.chat_encoder import Encoded
 from tilemoe.data.sampler import IGNORED_TARGET, BatchOrder, epochs, permute
 from tilemoe.data.shards import TokenShards
 
+Packing = Literal["best_fit", "one_document"]
+PACKINGS = get_args(Packing)
 FLAGS = 4  # ids are multiplied by it
 _LEARNT, _FIRST = 2, 1
 _ORDER = 0  # what a key derived from (seed, epoch) is for
@@ -56,15 +58,15 @@ class PackedDocuments:
 
     num_bytes: None = None
 
-    def __init__(self, shards: TokenShards, seq_len: int) -> None:
-        """No document of ``shards`` may be longer than S + 1."""
+    def __init__(self, shards: TokenShards, seq_len: int, packing: Packing = "best_fit") -> None:
+        """No document of ``shards`` may be longer than S + 1. ``packing``: `pack`'s, or "one_document" in a window."""
         self.shards, self.seq_len = shards, seq_len
         self.directory, self.num_tokens = shards.directory, shards.num_tokens
         starts, learnt = _scan(shards)
         self._starts = np.append(starts, shards.num_tokens)
         places = np.diff(self._starts) - 1
         assert places.size == 0 or places.max() <= seq_len, "longer documents were turned away or cut"
-        window_of_document = pack(places, seq_len)
+        window_of_document = pack(places, seq_len) if packing == "best_fit" else np.arange(places.size)
         self.num_windows = int(window_of_document.max()) + 1 if places.size else 0
         self._document_of_slot = np.argsort(window_of_document, kind="stable")
         ordered = window_of_document[self._document_of_slot]

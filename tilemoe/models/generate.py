@@ -5,8 +5,10 @@ B sequences · S tokens of the prompt · N new tokens · V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilemoe.checks import require_finite, require_int, require_type
 from tilemoe.layers.attention import KVCache
@@ -61,22 +63,36 @@ def generate(
         return input_ids.long()
     total = input_ids.shape[1] + max_new_tokens
     cache, capacity = KVCache(model.config.num_layers, total), capacity_of(model, input_ids.device)
+
+    def next_token(tokens: Tensor) -> Tensor:
+        logits = model.next_logits(tokens, cache, record)[:, :num_ids]
+        if capacity is not None:
+            capacity.check()  # or they may be NaN
+        return sample(logits, temperature, top_k, generator)
+
+    return continued(model, input_ids, max_new_tokens, next_token)
+
+
+def continued(
+    model: nn.Module, input_ids: Tensor, max_new_tokens: int, next_token: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """input_ids (B, S) and as many tokens more: ``next_token`` makes (B, 1) of the prompt, then of each before it.
+
+    ``model`` is in evaluation mode meanwhile.
+    """
     were_training = [module for module in model.modules() if module.training]  # a part may be in eval mode
     model.eval()
     try:
         tokens = [input_ids.long()]
         for _ in range(max_new_tokens):
-            logits = model.next_logits(tokens[-1], cache, record)[:, :num_ids]
-            if capacity is not None:
-                capacity.check()  # or they may be NaN
-            tokens.append(_sample(logits, temperature, top_k, generator))
+            tokens.append(next_token(tokens[-1]))
         return torch.cat(tokens, dim=1)
     finally:
         for module in were_training:
             module.training = True
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
     """(B, 1) token ids sampled from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)

@@ -204,7 +204,7 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def import_line(config: ModelConfig) -> str | None:
+def import_line(config: Any) -> str | None:
     """A line for training the model: no auxiliary loss is added. None where one is, or where the model has none."""
     if config.moe is None or config.moe.router.add_aux_loss or not config.moe.router.aux_loss_coef:
         return None

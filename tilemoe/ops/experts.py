@@ -93,6 +93,28 @@ def routed_operator(
     return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise, flops=flops)
 
 
+def _of_backward(
+    args: str, returns: str, fake: Callable[..., Any], flops: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Makes a function the `routed_operator` of its name, which cannot be differentiated."""
+
+    def make(run: Callable[..., Any]) -> Operator:
+        operator = routed_operator(run.__name__, args, returns, run, fake, flops)
+        operator.refuse_autograd(_ONCE)
+        return operator
+
+    return make
+
+
+def _adding(run: Callable[..., Any]) -> Operator:
+    """Makes a function that writes to a leaf's ``.grad`` the operator of its name.
+
+    Without schema: it is never in a graph. It also runs only once in a call; the forward's first call has compiled its
+    kernels.
+    """
+    return Operator(run.__name__, run, arguments=ROUTED, advise=advise, compiles_first=False)
+
+
 def gemm_flops(flat: Sequence[Any], *multiply_adds: int) -> int:
     """Of GEMMs with ``multiply_adds`` per pair of token and expert. Pairs of masked tokens count, too.
 
@@ -277,29 +299,38 @@ class _DependentOnInputs(torch.autograd.Function):
         raise RuntimeError(_ONCE)
 
 
-def _up_proj(
+@_of_backward(
+    "Tensor x, Tensor w1, Tensor? b1",
+    "Tensor",
+    lambda x, w1, b1, plan, *_: x.new_empty(plan.capacity, w1.shape[1]),
+    _rows_weight_flops,
+)
+def up_proj(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """up_proj again, for h."""
     return backend.up_proj_act(x, w1, b1, without_derived(plan), spec)[1]
 
 
-def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, *_: Any) -> Tensor:
-    return x.new_empty(plan.capacity, w1.shape[1])
-
-
-def _dequantize_h(
+@_of_backward(
+    "Tensor data, Tensor scale, ScalarType dtype",
+    "Tensor",
+    lambda data, scale, dtype, *_: torch.empty_like(data, dtype=dtype),
+)
+def dequantize_h(
     data: Tensor, scale: Tensor, dtype: torch.dtype, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """h from its quantised form."""
     return backend.dequantize_h(Operand(data, scale, ROWS, dtype))
 
 
-def _dequantize_h_fake(data: Tensor, scale: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
-    return torch.empty_like(data, dtype=dtype)
-
-
-def _down_proj_dgrad_dact(
+@_of_backward(
+    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
+    "(Tensor, Tensor, Tensor)",
+    lambda do, w2, b2, h, s, *_: (torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])),
+    _rows_weight_flops,
+)
+def down_proj_dgrad_dact(
     do: Tensor,
     w2: Tensor,
     b2: Tensor | None,
@@ -313,24 +344,20 @@ def _down_proj_dgrad_dact(
     return backend.down_proj_dgrad_dact(do, w2, b2, h, s, without_derived(plan), spec)
 
 
-def _down_proj_dgrad_dact_fake(
-    do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])
+def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
+    return empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
 
 
-def _down_proj_wgrad(
+@_of_backward("Tensor do, Tensor a_scaled, bool column_major", "Tensor", _down_proj_wgrad_fake, _wgrad_flops)
+def down_proj_wgrad(
     do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """down_proj_wgrad: dw2."""
     return backend.down_proj_wgrad(do, a_scaled, without_derived(plan), column_major)
 
 
-def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
-    return empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
-
-
-def _add_down_proj_wgrad(
+@_adding
+def add_down_proj_wgrad(
     total: Tensor, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
     """down_proj_wgrad: dw2, accumulated into ``total``."""
@@ -338,7 +365,13 @@ def _add_down_proj_wgrad(
     return ()
 
 
-def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+@_of_backward(
+    "Tensor dh, Tensor w1",
+    "Tensor",
+    lambda dh, w1, plan, *_: dh.new_empty(plan.num_tokens, w1.shape[2]),
+    _rows_weight_flops,
+)
+def up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """up_proj_dgrad and combine_grad: dx; dx_rows (R_max, d) exists one slice of d at a time."""
     plan = without_derived(plan)
     d, n = w1.shape[2], w1.shape[1] // spec.width_factor
@@ -351,22 +384,20 @@ def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: Activat
     return dx
 
 
-def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
-    return dh.new_empty(plan.num_tokens, w1.shape[2])
+def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
+    return empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
 
 
-def _up_proj_wgrad(
+@_of_backward("Tensor x, Tensor dh, bool column_major", "Tensor", _up_proj_wgrad_fake, _wgrad_flops)
+def up_proj_wgrad(
     x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """up_proj_wgrad: dw1."""
     return backend.up_proj_wgrad(x, dh, without_derived(plan), column_major)
 
 
-def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
-    return empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
-
-
-def _add_up_proj_wgrad(
+@_adding
+def add_up_proj_wgrad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
     """up_proj_wgrad: dw1, accumulated into ``total``."""
@@ -374,42 +405,44 @@ def _add_up_proj_wgrad(
     return ()
 
 
-def _up_proj_wgrad_bias_grad(
+def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype))
+
+
+@_of_backward(
+    "Tensor x, Tensor dh, bool column_major",
+    "(Tensor, Tensor)",
+    lambda x, dh, column_major, plan, *_: (
+        _up_proj_wgrad_fake(x, dh, column_major, plan),
+        _up_proj_bias_grad_fake(dh, plan),
+    ),
+    _wgrad_flops,
+)
+def up_proj_wgrad_bias_grad(
     x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """up_proj_wgrad: (dw1, db1 in the compute dtype)."""
     return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), column_major)
 
 
-def _up_proj_wgrad_bias_grad_fake(
-    x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return _up_proj_wgrad_fake(x, dh, column_major, plan), _up_proj_bias_grad_fake(dh, plan)
-
-
-def _add_up_proj_wgrad_bias_grad(
+@_adding
+def add_up_proj_wgrad_bias_grad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
     """up_proj_wgrad: db1 in the compute dtype; dw1 is accumulated into ``total``."""
     return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), is_column_major(total), total)[1]
 
 
-def _down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+@_of_backward("Tensor do, Tensor s", "Tensor", lambda do, s, plan, *_: s.new_empty(plan.num_experts, do.shape[1]))
+def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db2 in the scores' dtype."""
     return backend.down_proj_bias_grad(do, s, without_derived(plan))
 
 
-def _down_proj_bias_grad_fake(do: Tensor, s: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
-    return s.new_empty(plan.num_experts, do.shape[1])
-
-
-def _up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+@_of_backward("Tensor dh", "Tensor", _up_proj_bias_grad_fake)
+def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db1 in the compute dtype."""
     return backend.up_proj_bias_grad(dh, without_derived(plan))
-
-
-def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
-    return dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype))
 
 
 moe = routed_operator(
@@ -420,70 +453,6 @@ moe = routed_operator(
     _moe_fake,
     _moe_flops,
 )
-up_proj = routed_operator(
-    "up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake, _rows_weight_flops
-)
-dequantize_h = routed_operator(
-    "dequantize_h", "Tensor data, Tensor scale, ScalarType dtype", "Tensor", _dequantize_h, _dequantize_h_fake
-)
-down_proj_dgrad_dact = routed_operator(
-    "down_proj_dgrad_dact",
-    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
-    "(Tensor, Tensor, Tensor)",
-    _down_proj_dgrad_dact,
-    _down_proj_dgrad_dact_fake,
-    _rows_weight_flops,
-)
-down_proj_wgrad = routed_operator(
-    "down_proj_wgrad",
-    "Tensor do, Tensor a_scaled, bool column_major",
-    "Tensor",
-    _down_proj_wgrad,
-    _down_proj_wgrad_fake,
-    _wgrad_flops,
-)
-up_proj_input_grad = routed_operator(
-    "up_proj_input_grad",
-    "Tensor dh, Tensor w1",
-    "Tensor",
-    _up_proj_input_grad,
-    _up_proj_input_grad_fake,
-    _rows_weight_flops,
-)
-up_proj_wgrad = routed_operator(
-    "up_proj_wgrad",
-    "Tensor x, Tensor dh, bool column_major",
-    "Tensor",
-    _up_proj_wgrad,
-    _up_proj_wgrad_fake,
-    _wgrad_flops,
-)
-up_proj_wgrad_bias_grad = routed_operator(
-    "up_proj_wgrad_bias_grad",
-    "Tensor x, Tensor dh, bool column_major",
-    "(Tensor, Tensor)",
-    _up_proj_wgrad_bias_grad,
-    _up_proj_wgrad_bias_grad_fake,
-    _wgrad_flops,
-)
-down_proj_bias_grad = routed_operator(
-    "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake
-)
-up_proj_bias_grad = routed_operator(
-    "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake
-)
-# Without schema: they are never in a graph, since they write to a leaf's ``.grad``. For that they also run only once in
-# a call; the forward's first call has compiled their kernels.
-add_down_proj_wgrad = Operator(
-    "add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise, compiles_first=False
-)
-add_up_proj_wgrad = Operator(
-    "add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise, compiles_first=False
-)
-add_up_proj_wgrad_bias_grad = Operator(
-    "add_up_proj_wgrad_bias_grad", _add_up_proj_wgrad_bias_grad, arguments=ROUTED, advise=advise, compiles_first=False
-)
-
 BACKWARD_OPS = (
     up_proj,
     dequantize_h,
@@ -496,5 +465,3 @@ BACKWARD_OPS = (
     up_proj_bias_grad,
 )
 moe.register_autograd(moe_backward, _save)
-for _operator in BACKWARD_OPS:
-    _operator.refuse_autograd(_ONCE)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tilemoe.config import ParallelConfig
 from tilemoe.dispatch.choose import Transports
+from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import Block, DecoderLM
@@ -45,11 +46,20 @@ def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, 
     _shard(block, meshes.fsdp, meshes.config, reshard, experts)
 
 
-def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
+def shard_adapted(model: HFDecoder, meshes: Meshes) -> None:
+    """Shard a model of transformers' own class, whose layers are whole in each process until then, layer by layer."""
+    *layers, last = model.blocks
+    for layer in layers:
+        _shard(layer, meshes.fsdp, meshes.config, meshes.config.reshard_after_forward, None)
+    _shard(last, meshes.fsdp, meshes.config, False, None)
+    shard_rest(model, meshes)
+
+
+def shard_rest(model: DecoderLM | HFDecoder, meshes: Meshes) -> None:
     """The embeddings, the head and the last norm, gathered from the forward to the end of the backward."""
     _shard(model, meshes.fsdp, meshes.config, False, None)
     register_fsdp_forward_method(model, "next_logits")
-    if meshes.experts is not None:
+    if meshes.experts is not None and isinstance(model, DecoderLM):
         _prefetch(model)
 
 

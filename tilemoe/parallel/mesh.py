@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilemoe.checks import require_type, shown
 from tilemoe.config import ModelConfig, ParallelConfig
+from tilemoe.models.hf_base import HFBase
 from tilemoe.runtime.tensors import device_named
 
 REPLICATE, SHARD, EXPERT, FSDP = "replicate", "shard", "expert", "fsdp"
@@ -37,7 +38,7 @@ class Meshes:
         return self.config.replicate * self.config.shard * self.config.expert
 
 
-def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -> Meshes:
+def build_meshes(config: ParallelConfig, model: ModelConfig | HFBase, device_type: str) -> Meshes:
     """The `Meshes` of a job, for ``config`` with its sizes filled in. All processes must call it.
 
     It uses no device memory before it has checked the sizes.
@@ -53,7 +54,8 @@ def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -
         (1, None)
     """
     require_type("config", config, ParallelConfig)
-    require_type("model", model, ModelConfig)
+    if not isinstance(model, HFBase):
+        require_type("model", model, ModelConfig)
     if device_named(device_type, "device_type").type != device_type:
         raise ValueError(f"device_type must be a type such as 'cpu' or 'cuda', got {shown(device_type)}")
     if not dist.is_initialized():

@@ -17,7 +17,11 @@ from typing import Any, Literal
 from tilemoe.checks import expand_user, require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 from tilemoe.files import default_cache_dir, read_bytes
+from tilemoe.models.flops import flops_per_token
+from tilemoe.models.hf_base import HFBase
+from tilemoe.models.sizes import ModelSizes, sizes_of
 
+Packing = Literal["best_fit", "one_document"]
 Storage = Literal["dense", "nf4", "nf4_double", "mxfp4"]  # of the frozen experts under adapters
 _FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
 _MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as it is told to
@@ -33,6 +37,7 @@ class DataConfig:
     sources: tuple[str, ...] = ()  # several corpora instead, each "PATH=WEIGHT": its share of the training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
     too_long: Literal["error", "skip", "truncate"] = "error"  # chat: if it has more tokens than a sequence
+    packing: Packing = "best_fit"  # chat: several examples in a sequence, or "one_document" in each
     undecodable: Literal["error", "replace"] = "error"  # bytes that are not UTF-8; replace: by U+FFFD, and counted
     longest_line: int = 1 << 26  # characters of a line of .jsonl; a longer one is an error
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
@@ -206,13 +211,14 @@ class TrainConfig:
 class Recipe:
     """A complete, reproducible description of a training run.
 
+    ``model`` is `DecoderLM`'s, or one of transformers' own, of which adapters train (`tilemoe.models.hf_base`).
     ``parallel`` says how a job's processes share the model. Its dtypes apply under train.precision bf16; under fp32
     everything is fp32. A single process shares nothing, but follows ``parallel.checkpointing``.
     """
 
     name: str
     description: str
-    model: ModelConfig
+    model: ModelConfig | HFBase
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -226,8 +232,8 @@ class Recipe:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
             )
-        if self.train.dense_precision == "fp8":
-            self._check_dense_fp8()
+        if self.train.dense_precision == "fp8" and isinstance(self.model, ModelConfig):
+            self._check_dense_fp8(self.model)
         moe = self.model.moe
         if self.train.recompute is not None and moe is not None and moe.save != "full":
             raise ValueError(
@@ -237,8 +243,8 @@ class Recipe:
         if self.lora is not None:
             self._check_lora(self.lora)
 
-    def _check_dense_fp8(self) -> None:
-        model, data = self.model, self.data
+    def _check_dense_fp8(self, model: ModelConfig) -> None:
+        data = self.data
         sizes = {
             "model.hidden_size": model.hidden_size,
             "model.num_heads * model.head_dim": model.num_heads * model.head_dim,
@@ -260,7 +266,7 @@ class Recipe:
     def _check_lora(self, lora: LoRAConfig) -> None:
         if self.optim.name == "muon":
             raise ValueError("optim.name 'muon' does not train adapters; use --optim.name adamw or adamw8bit")
-        if "experts" not in lora.modules:
+        if "experts" not in lora.modules or isinstance(self.model, HFBase):
             return
         moe = self.model.moe
         if moe is None:
@@ -290,6 +296,40 @@ class Recipe:
         if self.train.precision == "fp32":
             return replace(config, param_dtype=None, reduce_dtype=None)
         return config
+
+    def require_trainable(self) -> None:
+        """ValueError: a model of transformers' own class is not trained so."""
+        if not isinstance(self.model, HFBase):
+            return
+        what = f"a model of type {self.model.model_type!r} is transformers' own"
+        if self.lora is None:
+            raise ValueError(f"{what}, of which adapters train alone; add --lora.rank 8")
+        train, parallel = self.train, self.parallel
+        for name, value, served in (
+            ("optim.name", self.optim.name, ("adamw", "adamw8bit")),
+            ("parallel.expert", parallel.expert, (1,)),
+            ("parallel.checkpointing", parallel.checkpointing, ("none", "block")),
+            ("train.compile", train.compile, ("none",)),
+            ("train.dense_precision", train.dense_precision, ("bf16",)),
+            ("train.recompute", train.recompute, (None,)),
+            ("lora.train_router", self.lora.train_router, (False,)),
+            ("lora.train_norms", self.lora.train_norms, (False,)),
+        ):
+            if value not in served:
+                raise ValueError(
+                    f"{what}, which is not trained with {name} {value!r}; use {' or '.join(map(str, served))}"
+                )
+
+    def sizes(self) -> ModelSizes:
+        """The model's. ValueError: it is transformers' own, of a family that the planner does not know."""
+        return self.model.sizes() if isinstance(self.model, HFBase) else sizes_of(self.model)
+
+    def flops_per_token(self) -> float | None:
+        """Of training; None where the planner does not know the family."""
+        try:
+            return flops_per_token(self.sizes(), self.data.seq_len, is_frozen=self.lora is not None)
+        except ValueError:
+            return None
 
     @property
     def sequences_per_step(self) -> int:

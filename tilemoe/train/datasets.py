@@ -55,7 +55,7 @@ def _prepare_corpus(corpus: str, settings: DataConfig, tokenizer: str, cache_dir
     options |= {"undecodable": settings.undecodable, "longest_line": settings.longest_line}
     if settings.format == "text":
         return prepare(corpus, tokenizer, cache, **options)
-    options |= {"seq_len": settings.seq_len, "too_long": settings.too_long}
+    options |= {"seq_len": settings.seq_len, "too_long": settings.too_long, "packing": settings.packing}
     return prepare_chat(corpus, tokenizer, cache, **options)
 
 

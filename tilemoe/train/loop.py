@@ -24,11 +24,11 @@ from torch import Tensor
 
 from tilemoe.data import Mixture, Prepared
 from tilemoe.data.shards import read_index
+from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.kernels.choose import Choice, choose_experts, choose_projections
 from tilemoe.layers.experts import Experts, accumulate_grads
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.expert import rows_of_experts, rows_of_ranks
 from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
 from tilemoe.parallel.gradients import clip_gradients
@@ -97,7 +97,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        model: DecoderLM,
+        model: DecoderLM | HFDecoder,
         data: Prepared,
         device: torch.device,
         job: Job = ALONE,
@@ -119,6 +119,7 @@ class Trainer:
         self._room = Room(model, device, job, say=lambda line: None)
         moe = recipe.model.moe
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
+        self._flops = recipe.flops_per_token()
         self._peak = peak_flops(device, recipe.train.precision)
         self._frozen_router = recipe.lora is not None and not recipe.lora.train_router
         gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
@@ -153,6 +154,10 @@ class Trainer:
                 choice = choose_experts(self.device, dtype, widths, layer.cfg.precision)
                 precision = "fp8" if choice.impl.precision == "fp8" else str(dtype).removeprefix("torch.")
                 found[f"experts, d={widths[0]}, n={widths[1]}, in {precision}"] = choice
+        if isinstance(self.model, HFDecoder) and self.recipe.lora is not None:
+            for d, n in sorted(self.model.expert_widths()):
+                choice = choose_experts(self.device, dtype, [d, n, self.recipe.lora.rank])
+                found[f"experts, d={d}, n={n}, in {str(dtype).removeprefix('torch.')}"] = choice
         if self.recipe.train.dense_precision == "fp8":
             found["attention's projections"] = choose_projections(self.device)
         return found
@@ -227,6 +232,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if pairs.numel() and train.selection_bias_rate > 0 and not self._frozen_router:
+            assert isinstance(self.model, DecoderLM), "the others' routers are frozen"
             self.model.update_selection_bias(pairs, train.selection_bias_rate)
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
@@ -418,10 +424,8 @@ class Trainer:
 
     def _speed(self, step_seconds: float) -> Speed:
         tokens_per_second = self.recipe.tokens_per_step * self.job.world_size / step_seconds
-        recipe = self.recipe
-        per_token = flops_per_token(recipe.model, recipe.data.seq_len, is_frozen=recipe.lora is not None)
-        flops = per_token * tokens_per_second / self.job.world_size
-        return Speed(tokens_per_second, self.job.world_size, flops / self._peak if self._peak else None)
+        flops = self._flops and self._flops * tokens_per_second / self.job.world_size
+        return Speed(tokens_per_second, self.job.world_size, flops / self._peak if self._peak and flops else None)
 
 
 def seed_process(seed: int, job: Job, step: int) -> None:

@@ -7,13 +7,16 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
+
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
+from tilemoe.models.hf_base import HFBase
 from tilemoe.train import optim
 from tilemoe.train.checkpoints.folder import own_files
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints
-from tilemoe.train.checkpoints.restore import frozen_dtype, make_decoder, select_device
+from tilemoe.train.checkpoints.restore import frozen_dtype, make_adapted, make_decoder, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
 from tilemoe.train.metrics import METRICS_FILE
@@ -44,7 +47,8 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         optim.require_torchao()
         if not job.is_alone:
             raise ValueError("optim.name 'adamw8bit' is for one process; use --optim.name adamw, sharded by the job")
-    if recipe.lora is not None and recipe.lora.storage != "dense" and not job.is_alone:
+    is_ours = not isinstance(recipe.model, HFBase)
+    if recipe.lora is not None and recipe.lora.storage != "dense" and not job.is_alone and is_ours:
         raise ValueError(f"lora.storage {recipe.lora.storage!r} is for one process; use --lora.storage dense")
     if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
         recipe.model.moe.require_learnable_router()
@@ -104,6 +108,9 @@ def _require_folder(recipe: Recipe) -> None:
 
 
 def _checkpoint_bytes(recipe: Recipe) -> int:
+    if isinstance(recipe.model, HFBase):  # whose base stays in its folder
+        adapters = make_adapted(recipe, torch.device("cpu"), torch.device("meta")).state_dict().values()
+        return (_WEIGHT_BYTES + _STATE_BYTES[recipe.optim.name]) * sum(each.numel() for each in adapters)
     if recipe.lora is None:
         return (_WEIGHT_BYTES + _STATE_BYTES[recipe.optim.name]) * count_parameters(recipe.model)
     frozen = frozen_dtype(recipe, select_device(recipe.train.device))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.files import digest_of_sources, owned_folder, write_atomic
 from tilemoe.kernels.choose import choose_experts
-from tilemoe.models.flops import flops_per_token
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.hf_base import HFBase
 from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable
 from tilemoe.train.checkpoints.distributed import require_shared, verify_by_first_rank
@@ -107,6 +108,7 @@ def _without_places(recipe: Recipe) -> dict[str, Any]:
     """Its settings but for where text and a base are kept: the digest of the tokens tells what the text is."""
     settings = to_dict(recipe)
     data, lora = settings["data"], settings["lora"]
+    settings["model"].pop("folder", None)
     del data["cache_dir"], data["corpus"], data["undecodable"], data["longest_line"]
     data["sources"] = [float(source.rpartition("=")[2]) for source in data["sources"]]  # the weights
     if lora is not None:
@@ -136,12 +138,15 @@ def train(
     """
     if recipe.lora is not None and checkpoint is None and init_from is None:
         raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")
+    recipe.require_trainable()
     reporter = make_reporter(recipe.train.log_every, job)
     run_dir = recipe.train.out_path
     recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint, job.world_size) if checkpoint else ():
         reporter.say(f"note: {line}")
     require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
+    if isinstance(recipe.model, HFBase):
+        recipe = _with_base(recipe, recipe.model, checkpoint)
     device = select_device(recipe.train.device, job)
     choose_experts(device, torch.bfloat16)  # a self-test of kernels, where one is due, before this process takes memory
     if recipe.train.threads:
@@ -157,7 +162,7 @@ def train(
                 settings = {} if job.is_alone else settings_of_process(recipe, checkpoint, init_from, data, device)
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout, settings))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
-                if init_from is not None and checkpoint is None:
+                if init_from is not None and checkpoint is None and isinstance(model, DecoderLM):
                     load_initial(model, init_from)
                 trainer = Trainer(recipe, model, data, device, job, progress)
                 if job.is_first:
@@ -173,6 +178,14 @@ def train(
             return Stopped(*interrupt.args or (signal.SIGINT,))
         with stop_request() as stop_requested:
             return _fit(trainer, reporter, stop_requested)
+
+
+def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None) -> Recipe:
+    """With the digest of the base's files, which a checkpoint has already. ValueError: they have changed."""
+    if checkpoint is None:
+        return replace(recipe, model=base.with_digest())
+    base.require_unchanged()
+    return recipe
 
 
 def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> RunResult | Stopped:
@@ -366,7 +379,7 @@ def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[s
         "training_tokens": trainer.tokens,
         "seconds": trainer.seconds,
         "parameters": parameters,
-        "flops_per_token": flops_per_token(recipe.model, recipe.data.seq_len, is_frozen=recipe.lora is not None),
+        "flops_per_token": recipe.flops_per_token(),
         "recipe": to_dict(recipe),
         "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "kernels": {what: {"name": choice.name, "reason": choice.reason} for what, choice in trainer.kernels().items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tilemoe.data import Tokenizer
 from tilemoe.data.chat_encoder import ChatEncoder
 from tilemoe.data.corpus import clean_text
+from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
 
@@ -26,7 +28,7 @@ class Continuation(NamedTuple):
 
 
 def continue_text(
-    model: DecoderLM,
+    model: DecoderLM | HFDecoder,
     tokenizer: Tokenizer,
     prompt: str,
     max_new_tokens: int,
@@ -49,8 +51,8 @@ def continue_text(
     room = model.config.max_seq_len - len(ids)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = generate(
-        model,
+    run = model.generate if isinstance(model, HFDecoder) else partial(generate, model)
+    tokens = run(
         torch.tensor([ids], device=device),
         min(max_new_tokens, room),
         temperature=temperature,

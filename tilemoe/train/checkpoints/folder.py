@@ -35,6 +35,7 @@ from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.files import fsync, read_text
 from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes
+from tilemoe.models.hf_base import HFBase
 from tilemoe.models.sums import Entries, canonical, file_entries, manifest_of, read_manifest, require_files
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
@@ -238,7 +239,7 @@ class Checkpoint:
             files = self.path / MODEL_FILE, self.path / OPTIMIZER_FILE
             yield self.open_tensors() if self.is_sharded else stack.enter_context(whole_tensors(*files))
 
-    def require_model(self, config: ModelConfig) -> None:
+    def require_model(self, config: ModelConfig | HFBase) -> None:
         """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
 
         How experts compute and save may: their weights are the same.
@@ -287,6 +288,8 @@ class Checkpoint:
 
     def require_bytes(self) -> None:
         """CheckpointError where its model is of more parameters than its files can hold; before memory is taken."""
+        if isinstance(self.state.recipe.model, HFBase):  # of which its files hold the adapters alone
+            return
         with self.readable():
             size = sum((self.path / name).stat().st_size for name in self.files)
             require_bytes(self.state.recipe.model, size, STATE_FILE)
@@ -301,8 +304,12 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} cannot be used: {told}") from error
 
 
-def _architecture(config: ModelConfig) -> dict[str, Any]:
-    """What decides which weights there are, and what they mean: all but how the experts compute and save."""
+def _architecture(config: ModelConfig | HFBase) -> dict[str, Any]:
+    """What decides which weights there are, and what they mean: all but how the experts compute and save, and where a
+    base is.
+    """
+    if isinstance(config, HFBase):
+        return to_dict(replace(config, folder="any"))
     moe = config.moe
     if moe is None:
         return to_dict(config)

@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from tilemoe.config import ModelConfig
+from tilemoe.integrations.hf_decoder import mixes_documents
 from tilemoe.layers.lora import packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
+from tilemoe.models.hf_base import HFBase, is_base, read_base
 from tilemoe.models.huggingface import require_weights, whole_parameters
 from tilemoe.models.sums import checked, require_settings
 from tilemoe.train.checkpoints.folder import resolve_checkpoint
@@ -26,12 +29,7 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
     """
     if is_hf(folder):
         require_settings(folder)  # of the weights `load_initial` compares the content
-        model, spec = read_config(folder), hf_tokenizer(folder)
-        try:
-            require_weights(folder, model)
-        except ValueError:
-            with checked(folder):  # which names the file that has changed, if one has
-                raise
+        model, spec = _read_config(folder), hf_tokenizer(folder)
     else:
         checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder, verify=False))  # `load_initial` verifies
         if checkpoint.state.recipe.lora is not None:
@@ -41,7 +39,22 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
             )
         model, spec = checkpoint.state.recipe.model, checkpoint.tokenizer_spec
     data = replace(recipe.data, tokenizer=spec, seq_len=min(recipe.data.seq_len, model.max_seq_len))
+    if isinstance(model, HFBase) and mixes_documents(model):
+        data = replace(data, packing="one_document")
     return replace(recipe, model=model, data=data)
+
+
+def _read_config(folder: Path) -> ModelConfig | HFBase:
+    """Of transformers' folder, the weights of which are looked at where `DecoderLM` is to hold them."""
+    if is_base(folder):
+        return read_base(folder)
+    model = read_config(folder)
+    try:
+        require_weights(folder, model)
+    except ValueError:
+        with checked(folder):  # which names the file that has changed, if one has
+            raise
+    return model
 
 
 @torch.no_grad()

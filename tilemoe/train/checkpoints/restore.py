@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.data.chat_template import PLAIN
+from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder, plan_decoder
 from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
+from tilemoe.models.hf_base import HFBase
 from tilemoe.models.huggingface import read_model
 from tilemoe.models.sums import checked
+from tilemoe.parallel.fsdp import shard_adapted
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.runtime.device import has_fast_gemm
@@ -48,9 +52,15 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
 
 
 def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of what stays as it is: fp32, as what is trained, or bf16 beside experts in 4 bit, as autocast multiplies it."""
+    """Of what stays as it is: fp32, as what is trained, or bf16 beside experts in 4 bit, as autocast multiplies it, and
+    of transformers' own classes.
+    """
     is_packed = recipe.lora is not None and recipe.lora.storage != "dense"
-    in_bf16 = is_packed and recipe.train.precision == "bf16" and has_fast_gemm(device.type, torch.bfloat16)
+    in_bf16 = (
+        (is_packed or isinstance(recipe.model, HFBase))
+        and recipe.train.precision == "bf16"
+        and has_fast_gemm(device.type, torch.bfloat16)
+    )
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
@@ -67,6 +77,7 @@ def make_decoder(
     `DecoderLM`.
     """
     lora = recipe.lora
+    assert not isinstance(recipe.model, HFBase), "it were `make_adapted`'s"
     model = DecoderLM(recipe.model, device="meta", dtype=None if lora is None else frozen, recompute=recompute)
     if lora is not None:
         add_lora(model, lora.rank, lora.alpha, dtype=torch.float32, modules=lora.modules, storage=lora.storage)
@@ -74,6 +85,27 @@ def make_decoder(
             if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
                 module.float().requires_grad_(True)
     return model.to_empty(device=device)
+
+
+def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HFDecoder:
+    """The recipe's base of transformers' own class with its adapters, to compute on ``device``; it lies on ``home``, on
+    the meta device without being read.
+
+    ValueError: it is none that is served.
+    """
+    base, lora = recipe.model, recipe.lora
+    assert isinstance(base, HFBase), "else it were `make_decoder`'s"
+    assert lora is not None, "`Recipe.require_trainable` asked"
+    settings: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "modules": lora.modules}
+    settings |= {"storage": lora.storage, "dtype": frozen_dtype(recipe, device)}
+    if home.type == "meta":
+        return plan_decoder(base, **settings)
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    decoder = load_decoder(base, **settings, device=device, home=home, generator=generator)
+    decoder.set_checkpointing(recipe.parallel.checkpointing)
+    if recipe.data.format == "chat" and recipe.data.packing == "best_fit":
+        decoder.require_documents_apart()
+    return decoder
 
 
 def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) -> None:
@@ -85,8 +117,10 @@ def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) 
         quantize_projections(model, device)
 
 
-def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
+def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
     """The recipe's model with its initial weights, the same on every device."""
+    if isinstance(recipe.model, HFBase):
+        return make_adapted(recipe, device, device)
     model = make_decoder(recipe, device=device, recompute=recipe.train.recompute, frozen=frozen_dtype(recipe, device))
     set_dense_precision(model, recipe, device)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
@@ -102,11 +136,16 @@ def compile_backend(recipe: Recipe) -> str | None:
     return "inductor" if recipe.train.compile == "blocks" else None
 
 
-def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM:
+def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM | HFDecoder:
     """The model of `build_model`, with the same weights, sharded over the job's processes by ``recipe.parallel``.
 
-    No process ever holds more than its part. All of them must call it.
+    No process ever holds more than its part, but of a base of transformers' own class, which each reads into its host's
+    memory. All of them must call it.
     """
+    if isinstance(recipe.model, HFBase):
+        adapted = make_adapted(recipe, device, torch.device("cpu"))
+        shard_adapted(adapted, build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type))
+        return adapted
     model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute)
     set_dense_precision(model, recipe, device)
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
@@ -120,11 +159,11 @@ class Restored:
     """A trained model, ready to use."""
 
     checkpoint: Checkpoint
-    model: DecoderLM
+    model: DecoderLM | HFDecoder
     tokenizer: Tokenizer
 
 
-def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:
+def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, Tokenizer]:
     """The model, for evaluation, and the tokenizer of a checkpoint, as `restore`, or of transformers' folder, in fp32.
 
     Raises:
@@ -157,8 +196,13 @@ def restore(path: Path, device_name: str) -> Restored:
 def _restore(path: Path, device_name: str) -> Restored:
     checkpoint = resolve_checkpoint(path)
     checkpoint.require_bytes()
-    device = select_device(device_name)
-    model = make_decoder(checkpoint.state.recipe, device=device)
+    device, recipe = select_device(device_name), checkpoint.state.recipe
+    model: DecoderLM | HFDecoder
+    if isinstance(recipe.model, HFBase):
+        recipe.model.require_unchanged()
+        model = make_adapted(recipe, device, device)
+    else:
+        model = make_decoder(recipe, device=device)
     checkpoint.load_model(model)
     model.eval()
     tokenizer = load_tokenizer(checkpoint.tokenizer_spec)

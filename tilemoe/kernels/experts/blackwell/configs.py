@@ -33,7 +33,7 @@ H_STAGES = 2  # slices of h that down_proj_dgrad has in shared memory
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile of BLOCK_M x block_n and the pipeline's stages.
+    """A tile of block_m x block_n and the pipeline's stages.
 
     registers: setmaxnreg's per thread of the warps that are not the epilogue's. Triton gives the epilogue's the others.
     """
@@ -41,6 +41,7 @@ class TileConfig:
     block_n: int
     num_stages: int
     registers: int
+    block_m: int = BLOCK_M
 
 
 _TILE = TileConfig(256, 4, 72)

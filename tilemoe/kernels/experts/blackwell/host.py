@@ -35,27 +35,27 @@ from tilemoe.kernels.experts.hopper.descriptors import (
 )
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.descriptors import can_describe
-from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.kernels.experts.triton.host import WeightGrad, act_outputs, dact_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
 _EPILOGUE_BLOCK = [BLOCK_M, EPILOGUE_N]
 
 
+def tile_of(kernel: Kernel, width_in: int, form: str = "dense") -> TileConfig:
+    """The tile of a GEMM over rows, whatever its contraction ``width_in``; of 16-bit operands, "dense", alone."""
+    assert form == "dense", form
+    return TILES[kernel]
+
+
 def up_proj_act_launch(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    plan: RoutingPlan,
-    tiles: TileList,
-    spec: ActivationSpec,
-    keep_h: bool,
-    device: Device,
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool, device: Device
 ) -> tuple[Launch, Tensor, Tensor]:
     """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E,
     w), w contiguous."""
-    tile = TILES["up_proj_act"]
+    tile, tiles = TILES["up_proj_act"], listed_tiles(plan, BLOCK_M)
     weight = split_parts(w1, spec).transpose(2, 3)
     parts, d, width = weight.shape[1:]
     n = parts * width // spec.width_factor
@@ -78,17 +78,11 @@ def up_proj_act_launch(
 
 
 def rows_launch(
-    kernel: Kernel,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: RoutingPlan,
-    tiles: TileList,
-    device: Device,
+    kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, device: Device
 ) -> tuple[Launch, Tensor]:
     """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
     p or q contiguous, plus bias (E, q), q contiguous."""
-    tile, (p, q) = TILES[kernel], weight.shape[1:]
+    tile, (p, q), tiles = TILES[kernel], weight.shape[1:], listed_tiles(plan, BLOCK_M)
     out = rows.new_empty(plan.capacity, q)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
     operands = (described(rows, [BLOCK_M, BLOCK_K]), right, bias, ragged_descriptor(out, _EPILOGUE_BLOCK))
@@ -100,21 +94,14 @@ def rows_launch(
 
 
 def dgrad_dact_launch(
-    do: Tensor,
-    w2: Tensor,
-    h: Tensor,
-    s: Tensor,
-    plan: RoutingPlan,
-    tiles: TileList,
-    spec: ActivationSpec,
-    device: Device,
+    do: Tensor, w2: Tensor, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, device: Device
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
     """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n), d or
     n contiguous.
 
     partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
     """
-    tile, (d, n) = TILES["down_proj_dgrad_dact"], w2.shape[1:]
+    tile, (d, n), tiles = TILES["down_proj_dgrad_dact"], w2.shape[1:], listed_tiles(plan, BLOCK_M)
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
@@ -141,14 +128,10 @@ def _activation_constants(
     }
 
 
-def wgrad_launch(
-    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device, adds: bool
-) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q
-    of out is contiguous.
-
-    adds: out, fp32, is accumulated into instead of overwritten.
-    """
+def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
+    """The launch that computes ``grad``, which has no sums; p or q of out is contiguous."""
+    kernel, by_token, by_row, out, adds, sums = grad
+    assert sums is None, "the backend asks for none"
     tile, p, q = TILES[kernel], by_token.shape[1], by_row.shape[1]
     source, access = gathered(by_token, device)
     to, transposed = gradient_descriptor(out, BLOCK_M, adds)

@@ -9,12 +9,15 @@ FP8 operands: all GEMMs but narrow layers' weight gradients. x and do are quanti
 operator that reads them, a in up_proj's epilogue, dh for up_proj_dgrad and again for up_proj_wgrad; weights are kept
 (`formats.fp8.kept`). A weight gradient that TMA cannot describe, a buffer not aligned to 16 bytes, is left to the
 portable kernel, which reads unquantised operands.
+
+Another architecture's kernels for 16-bit operands are called in the same way: see `HopperBackend._host`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import ClassVar
 
 import torch
 import triton
@@ -23,11 +26,11 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.hopper import configs, host, serves
-from tilemoe.kernels.experts.hopper.configs import tile_of, why_slower
+from tilemoe.kernels.experts.hopper.configs import why_slower
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe, can_describe_rows, has_aligned_rows
-from tilemoe.kernels.experts.triton.host import split_parts
+from tilemoe.kernels.experts.triton.host import WeightGrad, split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
@@ -38,7 +41,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 class HopperBackend(TritonBackend):
     name = "hopper"
     batch_invariance = "yes on an H200, bf16 and fp16"
-    packed = MappingProxyType({"nf4": "yes on an H100, bf16", "mxfp4": "not tested on a GPU"})
+    packed = MappingProxyType({"nf4": "yes on an H100, bf16", "mxfp4": "yes on an H200, bf16"})
+    _host: ClassVar[ModuleType] = host  # has the launches
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         why = super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)
@@ -52,21 +56,21 @@ class HopperBackend(TritonBackend):
         rows: GemmOperand = do
         weight: GemmOperand = w2
         device: Device | None
+        form = "dense"
         if self.format is not None and plan.capacity:
             device, do, h = self._quantized_device(do), aligned_rows(do), h.contiguous()
             rows = self.format.rows_for("down_proj_dgrad_dact", do)
-            weight = self.format.weight_for("down_proj_dgrad_dact", w2)
+            weight, form = self.format.weight_for("down_proj_dgrad_dact", w2), "fp8"
         else:
-            device = _device("down_proj_dgrad_dact", do, plan, *w2.shape[1:])
+            device = self._device("down_proj_dgrad_dact", do, plan, *w2.shape[1:])
             if device is None or not (
                 has_aligned_rows(do) and describable_weight(w2, device) and can_describe_rows(device, h)
             ):
                 return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
-        tile_m = host.tile_for("down_proj_dgrad_dact", weight).block_m
-        tiles = listed_tiles(plan, tile_m)
-        launch, dh, a_scaled, partial = host.dgrad_dact_launch(rows, weight, h, s, plan, tiles, spec, device)
+        launch, dh, a_scaled, partial = self._host.dgrad_dact_launch(rows, weight, h, s, plan, spec, device)
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
+        tile_m = self._host.tile_of("down_proj_dgrad_dact", w2.shape[1], form).block_m
+        return dh, score_grad(partial, do, b2, s, plan, tile_m), a_scaled
 
     def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
         # What a GEMM with quantised operands reads of dh is rounded, db1 is not.
@@ -84,15 +88,15 @@ class HopperBackend(TritonBackend):
             rows, weight = self.format.rows_for("up_proj_act", x), self.format.weight_for("up_proj_act", w1)
         else:
             d, n = x.shape[1], w1.shape[1] // spec.width_factor
-            following = _device("down_proj", x, plan, n, d)
+            following = self._device("down_proj", x, plan, n, d)
             if following is not None:  # one launch lists the tiles of both projections, whichever kernels they take
-                listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
-            device = _device("up_proj_act", x, plan, d, n)
+                listed_tiles(plan, tile_rows(x.element_size(), following), self._host.tile_of("down_proj", n).block_m)
+            device = self._device("up_proj_act", x, plan, d, n)
             parts = split_parts(w1, spec).transpose(2, 3)
             if device is None or not (has_aligned_rows(x) and describable_weight(parts, device)):
                 return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
-        tiles = listed_tiles(plan, host.tile_for("up_proj_act", weight).block_m)
-        launch, a, h = host.up_proj_act_launch(rows, weight, _aligned_bias(b1), plan, tiles, spec, keep_h, device)
+        bias = None if b1 is None else aligned_rows(b1)
+        launch, a, h = self._host.up_proj_act_launch(rows, weight, bias, plan, spec, keep_h, device)
         launch.run()
         return a, h
 
@@ -106,26 +110,18 @@ class HopperBackend(TritonBackend):
                 return weight.scale.new_empty(0, weight.data.shape[2], dtype=weight.dtype)
             device = device_of(weight.data)
         elif isinstance(weight, Tensor) and isinstance(rows, Tensor):
-            device = _device(kernel, rows, plan, *weight.shape[1:])
+            device = self._device(kernel, rows, plan, *weight.shape[1:])
             if device is None or not (can_describe_rows(device, rows) and describable_weight(weight, device)):
                 return super()._rows(kernel, rows, weight, bias, plan)
         else:
             return super()._rows(kernel, rows, weight, bias, plan)
-        tiles = listed_tiles(plan, host.tile_for(kernel, weight).block_m)
-        launch, out = host.rows_launch(kernel, rows, weight, _aligned_bias(bias), plan, tiles, device)
+        bias = None if bias is None else aligned_rows(bias)
+        launch, out = self._host.rows_launch(kernel, rows, weight, bias, plan, device)
         launch.run()
         return out
 
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
+    def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
+        kernel, by_token, by_row, out, adds, sums = grad
         widths = by_token.shape[1], by_row.shape[1]
         is_read = self.format is not None and self.format.quantizes_wgrad(*widths)
         if self.format is not None and is_read and plan.capacity and describable_weight(out, device_of(out)):
@@ -133,13 +129,26 @@ class HopperBackend(TritonBackend):
             for operands in self.format.wgrad_operands(by_token, by_row, plan):
                 host.fp8_wgrad_launch(operands, out, plan, device_of(out), adds).run()
             return
-        device = _device(kernel, by_row, plan, *widths)
+        device = self._device(kernel, by_row, plan, *widths)
         if device is None or not (
             has_aligned_rows(by_token) and can_describe_rows(device, by_row) and describable_weight(out, device)
         ):
-            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+            super()._weight_grad(grad, plan)
         else:
-            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds, sums).run()
+            self._host.wgrad_launch(grad, plan, device).run()
+
+    def _device(self, kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, width_out: int) -> Device | None:
+        """The device of ``rows`` if the kernel here supports their dtype and widths, is faster and has rows; else None.
+
+        ValueError on a GPU, or with a Triton, that these kernels do not run on.
+        """
+        device = device_of(rows)
+        why = configs.why_unsupported(device, triton.__version__)
+        if why is not None:
+            raise ValueError(f"kernels='hopper': {why}; pass kernels=None or 'triton'")
+        if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
+            return None
+        return device if why_slower(kernel, width_in, width_out) is None else None
 
     def _quantized_device(self, rows: Tensor) -> Device:
         """The device of ``rows``. ValueError if the kernels with quantised operands do not support it or the dtype."""
@@ -150,26 +159,8 @@ class HopperBackend(TritonBackend):
         return device
 
 
-def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, width_out: int) -> Device | None:
-    """The device of ``rows`` if the Hopper kernel supports their dtype and widths, is faster and has rows; else None.
-
-    ValueError on a GPU, or with a Triton, that the Hopper kernels do not run on.
-    """
-    device = device_of(rows)
-    why = configs.why_unsupported(device, triton.__version__)
-    if why is not None:
-        raise ValueError(f"kernels='hopper': {why}; pass kernels=None or 'triton'")
-    if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
-        return None
-    return device if why_slower(kernel, width_in, width_out) is None else None
-
-
 def _why_not_dtype(dtype: torch.dtype) -> str | None:
     return None if dtype in DTYPES else f"the FP8 kernels for Hopper give bfloat16 and float16, not {dtype}"
-
-
-def _aligned_bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else aligned_rows(bias)
 
 
 def describable_weight(weight: Tensor, device: Device) -> bool:

@@ -41,12 +41,14 @@ from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel, ge
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.formats.transpose import WgradOperands
 from tilemoe.kernels.experts.triton.host import (
+    WeightGrad,
     dact_outputs,
     gate_up_layout,
     ones_beside,
     split_parts,
 )
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
@@ -59,15 +61,15 @@ def rows_launch(
     weight: Tensor | Operand,
     bias: Tensor | None,
     plan: RoutingPlan,
-    tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
     """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
     plus bias (E, q).
 
-    weight: p or q contiguous; p in FP8. bias: q contiguous. tiles: of `tile_for`'s block_m.
+    weight: p or q contiguous; p in FP8. bias: q contiguous.
     """
     tile = tile_for(kernel, weight)
+    tiles = listed_tiles(plan, tile.block_m)
     left, right = _moved(rows), _moved(weight)
     p, q = right.shape[1:]
     out = left.new_empty(plan.capacity, q)
@@ -103,7 +105,6 @@ def up_proj_act_launch(
     w1: Tensor | Operand,
     b1: Tensor | None,
     plan: RoutingPlan,
-    tiles: TileList,
     spec: ActivationSpec,
     keep_h: bool,
     device: Device,
@@ -117,6 +118,7 @@ def up_proj_act_launch(
     a = _empty_a(x, plan.capacity, n)
     h = source.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n)
     tile = tile_for("up_proj_act", w1)
+    tiles = listed_tiles(plan, tile.block_m)
     columns = tile.block_n // parts
     column_tiles = ceil_div(width, columns)
     right, k_major = weight_descriptor(weight, columns)
@@ -136,7 +138,6 @@ def dgrad_dact_launch(
     h: Tensor,
     s: Tensor,
     plan: RoutingPlan,
-    tiles: TileList,
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
@@ -148,6 +149,7 @@ def dgrad_dact_launch(
     source, weight = _moved(do), _moved(w2)
     d, n = weight.shape[1:]
     tile = tile_for("down_proj_dgrad_dact", w2)
+    tiles = listed_tiles(plan, tile.block_m)
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
@@ -164,22 +166,9 @@ def dgrad_dact_launch(
     return hopper_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
 
 
-def wgrad_launch(
-    kernel: Kernel,
-    by_token: Tensor,
-    by_row: Tensor,
-    out: Tensor,
-    plan: RoutingPlan,
-    device: Device,
-    adds: bool = False,
-    sums: Tensor | None = None,
-) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q
-    of out is contiguous.
-
-    adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
-    rows.
-    """
+def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
+    """The launch that computes ``grad``; p or q of out is contiguous."""
+    kernel, by_token, by_row, out, adds, sums = grad
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
     tile = tile_of(kernel, p)

@@ -25,8 +25,8 @@ from tilemoe.kernels.experts.triton.configs import Kernel, small_m, tile_rows, w
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows
 from tilemoe.kernels.experts.triton.formats.packed import with_whole_scales
 from tilemoe.kernels.experts.triton.formats.quantize import dequantized_rows, quantized_blocks, why_no_e4m3
-from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.kernels.experts.triton.host import WeightGrad
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, why_no_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,7 +37,7 @@ class TritonBackend(Backend):
     name = "triton"
     batch_invariance = "yes, in Triton's interpreter and on an H200"
     packed = MappingProxyType(
-        {"nf4": "yes, in Triton's interpreter and on an H100", "mxfp4": "yes, in Triton's interpreter"}
+        {"nf4": "yes, in Triton's interpreter and on an H100", "mxfp4": "yes, in Triton's interpreter and on an H200"}
     )
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
@@ -103,10 +103,10 @@ class TritonBackend(Backend):
         if plan.capacity == 0:
             return torch.empty_like(h), torch.zeros_like(s), h.new_empty(0, w2.shape[2])
         tile_m = tile_rows(do.element_size(), device)
-        do, h, tiles = aligned_rows(do), h.contiguous(), listed_tiles(plan, tile_m)
-        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, tiles, spec, device)
+        do = aligned_rows(do)
+        launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h.contiguous(), s, plan, spec, device)
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
+        return dh, score_grad(partial, do, b2, s, plan, tile_m), a_scaled
 
     def activation(self, h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
         launch, a = dact.activation_launch(h.contiguous(), plan, spec)
@@ -122,15 +122,14 @@ class TritonBackend(Backend):
         tile_m = tile_rows(do.element_size(), device_of(do))
         launch, dh, a_scaled, partial = dact.dact_launch(da.contiguous(), h.contiguous(), s, plan, spec)
         launch.run()
-        tiles = listed_tiles(plan, tile_m)
-        return dh, score_grad(partial, aligned_rows(do), b2, s, plan, tiles, tile_m), a_scaled
+        return dh, score_grad(partial, aligned_rows(do), b2, s, plan, tile_m), a_scaled
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
         shape = (plan.num_experts, do.shape[1], a_scaled.shape[1])
         dw2 = empty_weight_grad(do, shape, column_major) if out is None else out
-        self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan, adds=out is not None)
+        self._weight_grad(WeightGrad("down_proj_wgrad", do, a_scaled, dw2, adds=out is not None), plan)
         return dw2
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: WeightOperand, plan: RoutingPlan) -> Tensor:
@@ -180,8 +179,7 @@ class TritonBackend(Backend):
         device = _check(x, x.shape[1], n)
         if plan.capacity == 0:
             return x.new_empty(0, n), x.new_empty(0, w1.shape[1])
-        tiles = listed_tiles(plan, tile_rows(x.element_size(), device))
-        launch, a, h = host.up_proj_act_launch(aligned_rows(x), w1, b1, plan, tiles, spec, keep_h, device)
+        launch, a, h = host.up_proj_act_launch(aligned_rows(x), w1, b1, plan, spec, keep_h, device)
         launch.run()
         return a, h
 
@@ -196,51 +194,31 @@ class TritonBackend(Backend):
         device = _check(rows, *weight.shape[1:])
         if plan.capacity == 0:
             return rows.new_empty(0, weight.shape[2])
-        tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-        launch, out = host.rows_launch(kernel, rows.contiguous(), weight, bias, plan, tiles, device)
+        launch, out = host.rows_launch(kernel, rows.contiguous(), weight, bias, plan, device)
         launch.run()
         return out
 
     def _up_proj_wgrad(
-        self,
-        x: Tensor,
-        dh: Tensor,
-        plan: RoutingPlan,
-        column_major: bool,
-        out: Tensor | None,
-        db1: Tensor | None,
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool, out: Tensor | None, db1: Tensor | None
     ) -> Tensor:
         """up_proj_wgrad, which writes db1 (E, w) fp32, too, if given."""
         shape = (plan.num_experts, dh.shape[1], x.shape[1])
         dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
         transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
-        self._weight_grad("up_proj_wgrad", x, dh, transposed, plan, out is not None, db1)
+        self._weight_grad(WeightGrad("up_proj_wgrad", x, dh, transposed, out is not None, db1), plan)
         return dw1
 
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
-        """down_proj_wgrad and up_proj_wgrad, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row
-        (R_max, q).
-
-        sums (E, q): of each expert's rows of by_row, written if given.
-        """
-        device = _check(by_token, by_token.shape[1], by_row.shape[1])
+    def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
+        """down_proj_wgrad and up_proj_wgrad."""
+        device = _check(grad.by_token, grad.by_token.shape[1], grad.by_row.shape[1])
         if plan.capacity:
-            rows = by_row.contiguous()
-            host.wgrad_launch(kernel, aligned_rows(by_token), rows, out, plan, device, adds, sums).run()
+            grad = grad._replace(by_token=aligned_rows(grad.by_token), by_row=grad.by_row.contiguous())
+            host.wgrad_launch(grad, plan, device).run()
             return
-        if not adds:
-            out.zero_()
-        if sums is not None:
-            sums.zero_()
+        if not grad.adds:
+            grad.out.zero_()
+        if grad.sums is not None:
+            grad.sums.zero_()
 
 
 def _times_packed(
@@ -251,25 +229,22 @@ def _times_packed(
     device = _check(rows, *weight.shape[1:])
     if plan.capacity == 0:
         return rows.new_empty(0, weight.shape[2])
-    tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-    launch, out = gemm_packed.packed_launch(rows, index, weight, bias, plan, tiles, device)
+    launch, out = gemm_packed.packed_launch(rows, index, weight, bias, plan, device)
     launch.run()
     return out
 
 
-def score_grad(
-    partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
-) -> Tensor:
+def score_grad(partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tile_m: int) -> Tensor:
     """ds like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are
     aligned.
 
-    tiles: the plan's row tiles of height ``tile_m``.
+    tile_m: the height of the row tiles that it takes.
     """
     products = None
     if b2 is not None:
         launch, products = bias_grad.products_launch(do, aligned_rows(b2), device_of(do))
         launch.run()
-    launch, ds = host.score_grad_launch(partial, products, s, plan, tiles, tile_m)
+    launch, ds = host.score_grad_launch(partial, products, s, plan, tile_m)
     launch.run()
     return ds
 

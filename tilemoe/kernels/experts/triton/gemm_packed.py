@@ -27,7 +27,8 @@ from tilemoe.kernels.experts.triton.operands import (
     multiply_add,
     store_rows,
 )
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, persistent_grid
 
@@ -40,13 +41,13 @@ def packed_launch(
     weight: PackedWeight,
     bias: Tensor | None,
     plan: RoutingPlan,
-    tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
     """(launch, out (R_max, q)): rows (R_max, p), or rows[index], times a packed weight (E, p, q), plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = choose_packed_tile(p, rows.element_size(), device)
+    tiles = listed_tiles(plan, tile.block_m)
     is_blocked_in = weight.blocked == 1
     stored = weight.transpose(1, 2) if is_blocked_in else weight
     codes, scales = stored.codes.view(torch.int32), stored.scales

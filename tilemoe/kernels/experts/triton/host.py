@@ -1,13 +1,14 @@
 """Host side of the portable GEMMs: tile, outputs, descriptors, compile-time constants and grid of each launch.
 
-Reads no value back from the device: grids are sized by the capacity of the tile lists.
+Reads no value back from the device: grids are sized by the capacity of the tile lists. A list that the plan does not
+have yet is launched at once.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,25 +34,21 @@ from tilemoe.kernels.experts.triton.descriptors import (
 from tilemoe.kernels.experts.triton.gemm_dgrad_dact import gemm_dgrad_dact_kernel, score_grad_kernel
 from tilemoe.kernels.experts.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.triton.gemm_wgrad import gemm_wgrad_kernel
-from tilemoe.plan import RoutingPlan, TileList
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, dot_precision, launch_of, persistent_grid
 
 
 def rows_launch(
-    kernel: Kernel,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: RoutingPlan,
-    tiles: TileList,
-    device: Device,
+    kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, device: Device
 ) -> tuple[Launch, Tensor]:
     """down_proj and up_proj_dgrad: (launch, out (R_max, q)), rows (R_max, p) times weight (E, p, q) of any strides,
     plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = choose_tile(kernel, p, q, rows.element_size(), device)
+    tiles = listed_tiles(plan, tile.block_m)
     use_tma = can_describe_rows(device, rows, out)
     left = rows_argument(rows, [tile.block_m, tile.block_k], use_tma)
     right, access, (stride_we, _, stride_win, stride_wout) = weight_argument(
@@ -71,18 +68,12 @@ def rows_launch(
 
 
 def up_proj_act_launch(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    plan: RoutingPlan,
-    tiles: TileList,
-    spec: ActivationSpec,
-    keep_h: bool,
-    device: Device,
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool, device: Device
 ) -> tuple[Launch, Tensor, Tensor]:
     """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
+    tiles = listed_tiles(plan, tile.block_m)
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
     width, column_tiles = tile.block_n * spec.width_factor // weight.shape[1], ceil_div(n, tile.block_n)
@@ -110,14 +101,7 @@ def up_proj_act_launch(
 
 
 def dgrad_dact_launch(
-    do: Tensor,
-    w2: Tensor,
-    h: Tensor,
-    s: Tensor,
-    plan: RoutingPlan,
-    tiles: TileList,
-    spec: ActivationSpec,
-    device: Device,
+    do: Tensor, w2: Tensor, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, device: Device
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
     """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
 
@@ -125,6 +109,7 @@ def dgrad_dact_launch(
     """
     d, n = w2.shape[1:]
     tile = choose_tile("down_proj_dgrad_dact", d, n, do.element_size(), device, gate_up_layout(spec))
+    tiles = listed_tiles(plan, tile.block_m)
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     use_tma = can_describe_rows(device, h, dh, a_scaled)
@@ -151,32 +136,34 @@ def dgrad_dact_launch(
 
 
 def score_grad_launch(
-    partial: Tensor, products: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
+    partial: Tensor, products: Tensor | None, s: Tensor, plan: RoutingPlan, tile_m: int
 ) -> tuple[Launch, Tensor]:
     """(launch, ds like s): each row's partial sums plus its entry of products (T, E); 0 for skipped pairs."""
-    ds = s.new_zeros(s.shape)
+    ds, tiles = s.new_zeros(s.shape), listed_tiles(plan, tile_m)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
     args = (partial, products, ds, *indices, plan.capacity, partial.shape[0], plan.num_experts)
     constants = {"HAS_PRODUCTS": products is not None, "BLOCK_M": tile_m}
     return launch_of(score_grad_kernel, (tiles.capacity,), args, constants, num_stages=2), ds
 
 
-def wgrad_launch(
-    kernel: Kernel,
-    by_token: Tensor,
-    by_row: Tensor,
-    out: Tensor,
-    plan: RoutingPlan,
-    device: Device,
-    adds: bool = False,
-    sums: Tensor | None = None,
-) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); out is
-    dense, p or q contiguous.
+class WeightGrad(NamedTuple):
+    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q).
 
     adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
     rows.
     """
+
+    kernel: Kernel
+    by_token: Tensor
+    by_row: Tensor
+    out: Tensor
+    adds: bool = False
+    sums: Tensor | None = None
+
+
+def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
+    """The launch that computes ``grad``; out is dense, p or q contiguous."""
+    kernel, by_token, by_row, out, adds, sums = grad
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
     transposed = is_column_major(out)

@@ -38,7 +38,7 @@ def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
     """
     known = plan.tiles
     if tile_m not in known:
-        missing = [rows for rows in (tile_m, *ahead) if rows not in known]
+        missing = [rows for rows in dict.fromkeys((tile_m, *ahead)) if rows not in known]
         launch, lists = tile_lists_launch(plan, *missing)
         launch.run()
         known.update(zip(missing, lists, strict=True))

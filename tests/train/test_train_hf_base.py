@@ -1,0 +1,229 @@
+"""Adapters on models of transformers' own classes: a plain loop's losses, resuming, the commands, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import losses, raises_one_line
+from peft import PeftModel
+from processes import run as run_processes
+from test_hf_quantized import wide
+from transformers import AutoModelForCausalLM
+
+from tilemoe.cli.main import main
+from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.integrations.hf_decoder import HFDecoder
+from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
+from tilemoe.testing import relative_error
+from tilemoe.train.checkpoints.folder import open_checkpoint
+from tilemoe.train.checkpoints.initial import adopt
+from tilemoe.train.checkpoints.restore import build_model, restore
+from tilemoe.train.config import DataConfig, LoRAConfig, Recipe
+from tilemoe.train.datasets import device_batch, prepare_data
+from tilemoe.train.loop import Trainer
+from tilemoe.train.run import train
+
+CPU = torch.device("cpu")
+LORA = LoRAConfig(rank=2, alpha=4.0)
+FIRST = 3  # step with a checkpoint
+
+
+def write_base(family: str, folder: Path, **more: Any) -> Path:
+    wide(family, vocab_size=256, **more).save_pretrained(folder)
+    ByteTokenizer().save(folder / "tokenizer.json")
+    return folder
+
+
+def adapted(recipe: Recipe, folder: Path, storage: Any = "dense", **train_settings: Any) -> Recipe:
+    """``recipe`` for adapters on the model of ``folder``."""
+    settings = replace(recipe.train, **train_settings)
+    recipe = replace(adopt(recipe, folder), lora=replace(LORA, storage=storage, base=str(folder)), train=settings)
+    return replace(recipe, optim=replace(recipe.optim, eps=1e-6, schedule="constant", warmup_steps=0))
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def plain_losses(recipe: Recipe, folder: Path, adapters: Path) -> list[float]:
+    """Of a loop over PEFT's model, with transformers' own experts, whose weights are those that the run decodes."""
+    assert recipe.lora is not None
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    if recipe.lora.storage != "dense":
+        quantize_experts(theirs, recipe.lora.storage)
+        dequantize_experts(theirs)
+    theirs.set_experts_implementation("eager")
+    initial = build_model(recipe, CPU)
+    assert isinstance(initial, HFDecoder)
+    adapters.mkdir()
+    initial.save_adapters(adapters, None)
+    peft = PeftModel.from_pretrained(theirs, adapters, is_trainable=True).train()
+    trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    sampler = Trainer(recipe, initial, prepare_data(recipe.data, recipe.data.tokenizer), CPU).sampler
+    found = []
+    for step in range(recipe.train.steps):
+        inputs, targets = map(torch.from_numpy, sampler.batch(step)[:2])
+        loss = F.cross_entropy(peft(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, recipe.optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "storage"),
+    [
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_next", "dense"),
+        *(
+            pytest.param(family, storage, marks=pytest.mark.thorough)
+            for family in ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "granite_moe", "gemma4")
+            for storage in ("dense", "nf4", "nf4_double", "mxfp4")
+            if (family, storage) not in (("gpt_oss", "mxfp4"), ("qwen3_next", "dense"))
+        ),
+    ],
+)
+def test_a_run_is_a_plain_loop_goes_on_bit_for_bit_and_is_exported(
+    family: str, storage: str, moe_recipe: Recipe, tmp_path: Path
+) -> None:
+    base = write_base(family, tmp_path / "base")
+    recipe = adapted(moe_recipe, base, storage, steps=2 * FIRST, eval_every=0, save_every=FIRST)
+    expected = plain_losses(recipe, base, tmp_path / "initial")
+    done = train(recipe, init_from=base)
+    found = losses(run := Path(recipe.train.out_dir))
+    assert found == pytest.approx(expected, rel=1e-4)
+    last, checkpoint = run / f"step_{2 * FIRST:08d}", open_checkpoint(run / f"step_{FIRST:08d}")
+    written = bytes_of(last)
+    assert sum(map(len, written.values())) < (base / "model.safetensors").stat().st_size, "no base"
+    again = train(checkpoint.state.recipe, checkpoint)
+    assert (again.evaluation, again.sample) == (done.evaluation, done.sample)  # type: ignore[union-attr]
+    assert bytes_of(last) == written
+    assert losses(run) == found
+
+    for words in (("merged",), ("adapter", "--adapter")):
+        assert main(["export", "--checkpoint", str(run), "--out", str(tmp_path / words[0]), *words[1:]]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        ours = restore(run, "cpu").model(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        if storage != "dense":
+            quantize_experts(plain, storage)
+            dequantize_experts(plain)
+        assert relative_error(plain(ids).logits, ours) > 0.01
+        assert relative_error(merged(ids).logits, ours) < 1e-5
+        assert relative_error(PeftModel.from_pretrained(plain, tmp_path / "adapter")(ids).logits, ours) < 1e-5
+
+
+def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The base is found again by its content. What is not served is one line, before a weight is read."""
+    base, out, data = write_base("gpt_oss", tmp_path / "base"), tmp_path / "run", moe_recipe.data
+    options = {"train.steps": 2, "train.out-dir": out, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir,
+               "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4}  # fmt: skip
+    words = ["--recipe", "smoke", "--init-from", str(base), "--train.no-plot"]
+    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    lora = ["--lora.rank", "2", "--lora.storage", "nf4"]
+
+    def refused(words: list[str], message: str) -> None:
+        capsys.readouterr()
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        assert "Loading weights" not in error
+
+    what = "a model of type 'gpt_oss' is transformers' own, "
+    refused(["train", *words], f"{what}of which adapters train alone; add --lora.rank 8")
+    refused(["train", *words, *lora, "--optim.name", "muon"], "optim.name 'muon' does not train adapters")
+    for option, value, use in (
+        ("parallel.expert", "2", "1"),
+        ("parallel.checkpointing", "attention", "none or block"),
+        ("train.compile", "blocks", "none"),
+        ("lora.train-router", "", "False"),
+    ):
+        given = f" with {option.replace('-', '_')} {value or True!r}".replace("'2'", "2")
+        refused(
+            ["train", *words, *lora, f"--{option}", *filter(None, [value])],
+            f"{what}which is not trained{given}; use {use}",
+        )
+    refused(
+        ["train", *words, *lora, "--model.moe.num-experts", "4"], "--model.moe.num-experts: a model of transformers'"
+    )
+    assert not out.exists()
+
+    assert main(["train", *words, *lora, "--parallel.checkpointing", "block"]) == 0
+    trained = capsys.readouterr().out
+    assert "of them trained, on cpu" in trained
+    assert "experts, d=64, n=64, in float32: torch" in trained
+    assert main(["eval", "--checkpoint", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
+    assert main(["generate", "--checkpoint", str(out), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+    moved = shutil.move(base, tmp_path / "moved")
+    resume = ["train", "--resume", str(out), "--train.steps", "3"]
+    refused(resume, f"{base / 'config.json'} cannot be read")
+    assert main([*resume, "--model.folder", str(moved)]) == 0, capsys.readouterr().err
+    settings = json.loads((moved / "config.json").read_bytes())
+    (moved / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.1}))
+    refused([*resume, "--model.folder", str(moved)], f"{moved} has another model than the one whose adapters these are")
+    capsys.readouterr()
+    (moved / "config.json").write_text(json.dumps(settings | {"output_router_logits": True}))
+    refused(["train", *words[:2], "--init-from", str(moved), *words[4:], *lora, "--train.out-dir", str(tmp_path / "x")],
+            "output_router_logits is true, which adds an auxiliary loss")  # fmt: skip
+
+
+def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    talks = [{"prompt": "ab"[: 1 + i % 2], "completion": "cd"} for i in range(12)]
+    chats.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    settings: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "heldout_every": 4, "format": "chat"}
+    recipe = replace(moe_recipe, data=DataConfig(16, 2, str(chats), **settings))
+    for family, packing in (("gpt_oss", "best_fit"), ("qwen3_next", "one_document")):
+        base = write_base(family, tmp_path / family)
+        found = adapted(recipe, base, steps=2, sample_tokens=0, out_dir=str(tmp_path / f"run_{family}"))
+        assert found.data.packing == packing
+        data = prepare_data(found.data, found.data.tokenizer)
+        assert (data.train.num_windows < 9) == (packing == "best_fit")
+        train(found, init_from=base)
+        if packing == "best_fit":
+            theirs, batch = AutoModelForCausalLM.from_pretrained(base), data.train.read(np.arange(1))
+            rows = device_batch(batch, CPU)
+            with torch.no_grad():
+                ours = build_model(found, CPU)(rows.inputs, documents=rows.documents).logits[0]
+                alone = [
+                    theirs(ids[None]).logits[0] for ids in rows.inputs[0].split(rows.documents.bounds.diff().tolist())
+                ]
+            assert len(alone) > 2
+            assert relative_error(torch.cat(alone), ours) < 1e-5
+    packed = replace(found, data=replace(found.data, packing="best_fit"))
+    with raises_one_line("Qwen3NextForCausalLM does not keep packed documents apart; use --data.packing one_document"):
+        build_model(packed, CPU)
+
+
+@pytest.mark.dist
+def test_two_processes_train_as_one_does(moe_recipe: Recipe, tmp_path: Path) -> None:
+    """And one goes on from their checkpoint."""
+    base = write_base("gpt_oss", tmp_path / "base")
+    recipe = adapted(moe_recipe, base, "nf4", steps=3, eval_every=0, save_every=0, timeout=60)
+    recipe = replace(recipe, parallel=ParallelConfig(checkpointing="block"))
+    one = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "one")))
+    train(one, init_from=base)
+    half = replace(recipe, data=replace(recipe.data, batch_size=recipe.data.batch_size // 2))
+    (path := tmp_path / "recipe.json").write_text(json.dumps(to_dict(half)))
+    ended = run_processes(["train", "--recipe", path, "--init-from", base], 2, 0, None, tmp_path)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    run = Path(recipe.train.out_dir)
+    assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert main(["train", "--resume", str(run), "--train.steps", "4", "--data.batch-size", "4"]) == 0
+    assert len(losses(run)) == 4

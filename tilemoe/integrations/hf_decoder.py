@@ -1,0 +1,405 @@
+"""What the trainer needs of a decoder, by transformers' own model over our experts, of which PEFT's adapters train.
+
+B sequences · S tokens each · V vocabulary · E experts · L MoE layers
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilemoe.checks import shown
+from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.peft import require_peft
+from tilemoe.integrations.quantized_weight import FrozenWeight, check_quantizable, weight_names
+from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
+from tilemoe.kernels.lm.documents import Documents
+from tilemoe.layers.lora import ATTENTION, EXPERTS
+from tilemoe.models.decoder import LMOutput
+from tilemoe.models.folder import CONFIG_FILE, read_settings
+from tilemoe.models.generate import continued, sample
+from tilemoe.models.hf_base import HFBase
+from tilemoe.models.loss import IGNORED, chunked_cross_entropy
+from tilemoe.runtime.random import uniform_
+
+DENSE, _FLEX = "dense", "flex_attention"
+_MIXER = re.compile(r"attn|attention|mamba|mixer|conv")  # in the name of what mixes tokens in a layer
+# What PEFT takes for parts of stacked weights, wherever they are; what chooses keys has no gradient.
+_LEFT_OUT = re.compile(r"(gate_proj|up_proj|down_proj)$|indexer\b")
+_PROBE = 4  # tokens of a document
+_SAME = 0.05  # of a probe's relative errors: rounding in bf16 is below, another document's tokens are far above
+
+
+class HFDecoder(nn.Module):
+    """``peft``, a model of PEFT over one of transformers, with the methods of `DecoderLM` that training calls.
+
+    Its state dict is of what trains: the base stays in its folder. Made by `load_decoder`.
+    """
+
+    def __init__(self, peft: Any, config: HFBase) -> None:
+        super().__init__()
+        self.peft, self.config = peft, config
+        self.fuses_head = False  # see `_head_is_a_product`
+        # How documents of a sequence are kept apart: by the class, which looks at their positions, by masks that are
+        # given to it, too, or not, so that a row must hold one.
+        self.documents_by: Literal["positions", "masks", "rows"] = "rows"
+        self._counts: dict[str, Tensor] = {}
+        for name, module in integration.experts_modules(peft):
+            module.register_forward_pre_hook(partial(self._count, name))
+
+    @property
+    def model(self) -> Any:
+        """transformers' own, whose linear layers and experts PEFT has wrapped."""
+        return self.peft.get_base_model()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.model.base_model.layers
+        return layers
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: tensor for name, tensor in super().state_dict(*args, **kwargs).items() if name in trained}
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        documents: Documents | None = None,
+        token_mask: Tensor | None = None,
+    ) -> LMOutput:
+        """As `DecoderLM`'s, without auxiliary loss and entropies. token_mask is not needed: labels say what is learnt,
+        and padding, whose experts are computed and counted, comes last or is a document.
+        """
+        self._counts.clear()
+        model: Any = self.model
+        given: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        if documents is not None and self.documents_by != "rows":
+            given["position_ids"] = documents.positions
+        if documents is not None and self.documents_by == "masks":
+            given["attention_mask"] = self._masks(documents)
+        loss, logits = None, None
+        if labels is not None and self.fuses_head:
+            hidden = model.base_model(**given)[0].flatten(0, 1)
+            loss = chunked_cross_entropy(hidden, model.get_output_embeddings().weight, labels.flatten())
+        else:
+            logits = model(**given).logits
+        if labels is not None and logits is not None:
+            nats = F.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            loss, logits = nats / (labels != IGNORED).sum().clamp(min=1), None
+        counts = list(self._counts.values())
+        rows = torch.stack(counts) if counts else input_ids.new_zeros(0, 0, dtype=torch.int32)
+        zeros = torch.zeros(1 + len(counts), device=input_ids.device)
+        return LMOutput(loss, zeros[0], logits, rows, rows, zeros[1:])
+
+    def next_logits(self, input_ids: Tensor, cache: list[Any]) -> Tensor:
+        """(B, V) logits of the token after the last of input_ids (B, S), which follow those of ``cache``, empty at
+        first; it gets them.
+        """
+        out = self.model(input_ids=input_ids, past_key_values=next(iter(cache), None), use_cache=True)
+        cache[:] = [out.past_key_values]
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        top_k: int,
+        generator: torch.Generator,
+        num_ids: int,
+    ) -> Tensor:
+        """As `tilemoe.models.generate.generate`, with transformers' own cache, and the class' own attention: for each
+        length flex attention would be compiled.
+        """
+        cache: list[Any] = []
+        is_flex = self.model.config._attn_implementation == _FLEX
+
+        def next_token(tokens: Tensor) -> Tensor:
+            return sample(self.next_logits(tokens, cache)[:, :num_ids], temperature, top_k, generator)
+
+        if is_flex:
+            self.model.set_attn_implementation("eager")
+        try:
+            return continued(self, input_ids, max_new_tokens, next_token)
+        finally:
+            if is_flex:
+                self.model.set_attn_implementation(_FLEX)
+
+    def expert_widths(self) -> set[tuple[int, int]]:
+        """(d, n) of the layers' experts."""
+        found = set()
+        for _, module in integration.experts_modules(self):
+            down: Any = module.down_proj
+            found.add(tuple(down.shape[:0:-1] if module.is_transposed else down.shape[1:]))
+        return found
+
+    def save_adapters(self, folder: Path, base: str | None) -> None:
+        """Write PEFT's folder; ``base``: what it calls the model that the adapters go with."""
+        self.peft.peft_config["default"].base_model_name_or_path = base
+        self.peft.save_pretrained(str(folder), save_embedding_layers=False)
+
+    def save_merged(self, folder: Path) -> None:
+        """Write transformers' folder of the weights with the adapters in them, in the base's dtype."""
+        from tilemoe.integrations.quantized import dequantize_experts
+
+        dequantize_experts(self.peft)
+        merged = self.peft.merge_and_unload()
+        merged.to(_config(self.config).dtype).save_pretrained(folder)
+
+    def set_checkpointing(self, mode: str) -> None:
+        """As `DecoderLM`'s, but for "attention"."""
+        if mode == "block":
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def require_documents_apart(self) -> None:
+        """ValueError: what a document of a packed sequence computes would depend on the one before it."""
+        if self.documents_by == "rows":
+            raise ValueError(
+                f"{type(self.model).__name__} does not keep packed documents apart; use --data.packing one_document"
+            )
+
+    def _masks(self, documents: Documents) -> Any:
+        """transformers' masks of attention, by type of layer where there are several, in which documents are apart."""
+        from transformers.masking_utils import create_masks_for_generate
+
+        like = self.model.get_input_embeddings().weight.new_empty(*documents.positions.shape, 0)
+        return create_masks_for_generate(self.model.config, like, None, None, documents.positions)
+
+    def _count(self, name: str, experts: Any, given: tuple[Tensor, ...]) -> None:
+        """Keep how many pairs each expert of a layer gets; what the backward recomputes finds the same again."""
+        ids = given[1].flatten().long()
+        counts = torch.zeros(experts.down_proj.shape[0], dtype=torch.int32, device=ids.device)
+        self._counts[name] = counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+
+def plan_decoder(
+    base: HFBase, *, rank: int, alpha: float, modules: Collection[str], storage: str, dtype: torch.dtype
+) -> HFDecoder:
+    """What `load_decoder` makes, on the meta device: no weight is read.
+
+    ValueError: transformers or PEFT is missing, or the class, its loss, experts, widths or storage are none that are
+    served; one line.
+    """
+    _options(base, storage)
+    config = _config(base)
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{base.folder}: config.json: output_router_logits is true, which adds an auxiliary loss that is not added "
+            "here; set it to false"
+        )
+    with torch.device("meta"):
+        model = _class_of(base, config)._from_config(config, dtype=dtype)
+    integration.use(model)
+    if storage != DENSE:
+        for _, module in integration.experts_modules(model):
+            check_quantizable(module, storage)
+    return _adapted(model, base, rank, alpha, modules)
+
+
+def load_decoder(
+    base: HFBase,
+    *,
+    rank: int,
+    alpha: float,
+    modules: Collection[str],
+    storage: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    home: torch.device,
+    generator: torch.Generator,
+) -> HFDecoder:
+    """The base, frozen, in ``dtype``, its experts stored as ``storage`` says, with adapters in fp32 in training mode.
+
+    It lies on ``home`` and will compute on ``device``. ``modules`` as of `add_lora`. The adapters' values depend on the
+    generator's state alone.
+
+    ValueError: as `plan_decoder`, or a weight is missing or of another shape.
+    """
+    config = _config(base)
+    kind = _class_of(base, config)
+    more: dict[str, Any] = _options(base, storage)
+    if home.type != "cpu":
+        more["device_map"] = {"": home}
+    integration.register()
+    try:
+        model, found = kind.from_pretrained(
+            base.folder,
+            dtype=dtype,
+            experts_implementation=integration.NAME,
+            output_loading_info=True,
+            local_files_only=True,
+            **more,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{base.folder}: it cannot be loaded ({' '.join(str(error).split())[:300]})") from error
+    wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"], *found["unexpected_keys"]]))
+    if wrong:
+        raise ValueError(
+            f"{base.folder}: the weights and {kind.__name__} differ in {wrong[0]}; save or download it again"
+        )
+    _require_finite(model, base)
+    decoder = _adapted(model, base, rank, alpha, modules)
+    for name, parameter in decoder.named_parameters():
+        if ".lora_A." in name:
+            uniform_(parameter, parameter.shape[-1] ** -0.5, generator)
+    decoder.fuses_head = _head_is_a_product(decoder)
+    for way in () if mixes_documents(base) else ("positions", "masks"):
+        decoder.documents_by = way
+        if _keeps_documents_apart(decoder):
+            break
+        decoder.documents_by = "rows"
+    if device.type == "cuda" and not kind._supports_sdpa and kind._supports_flex_attn:
+        model.set_attn_implementation(_FLEX)  # what the class has else takes S^2 numbers of each head
+    return decoder
+
+
+def mixes_documents(base: HFBase) -> bool:
+    """Whether the class has layers that carry a state past the end of a document, as it says itself."""
+    config = _config(base)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    is_recurrent = any("attention" not in each or "linear" in each for each in kinds)
+    return is_recurrent or bool(getattr(_class_of(base, config), "_is_stateful", False))
+
+
+def _adapted(model: Any, base: HFBase, rank: int, alpha: float, modules: Collection[str]) -> HFDecoder:
+    """``model`` frozen, with adapters, whose first factors are still to be drawn."""
+    peft = require_peft()
+    targets = _attention(model) if ATTENTION in modules else []
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        target_modules=targets,
+        target_parameters=_weights(model) if EXPERTS in modules else None,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # of transformers, for PEFT's authors
+        try:
+            adapted = peft.get_peft_model(model, settings, low_cpu_mem_usage=model.device.type == "meta")
+        except ValueError as error:  # it does not adapt a module of the class
+            raise ValueError(f"{' '.join(str(error).split())}; here by --lora.modules experts") from error
+    integration.use(adapted)  # whose experts then read the adapters' factors
+    return HFDecoder(adapted, base).train()
+
+
+def _attention(model: Any) -> list[str]:
+    """The ends of the names of the linear layers in what mixes tokens."""
+    found: set[str] = set()
+    for layer in model.base_model.layers:
+        for name, mixer in layer.named_children():
+            if _MIXER.search(name) and "norm" not in name and not any(integration.experts_modules(mixer)):
+                linear = [inner for inner, each in mixer.named_modules() if type(each) is nn.Linear]
+                found.update(f"{name}.{inner}".removesuffix(".") for inner in linear if not _LEFT_OUT.match(inner))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear layers of attention; use --lora.modules experts")
+    return sorted(found)
+
+
+def _weights(model: nn.Module) -> list[str]:
+    """The ends of the names of the experts' weights."""
+    found = {
+        f"{name.rpartition('.')[2]}.{weight}"
+        for name, module in integration.experts_modules(model)
+        for weight in weight_names(module)
+    }
+    return sorted(found)
+
+
+def _config(base: HFBase) -> Any:
+    require_peft()
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(base.folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{base.folder}: transformers does not know it ({' '.join(str(error).split())[:300]})"
+        ) from error
+
+
+def _class_of(base: HFBase, config: Any) -> Any:
+    """transformers' class of a causal language model. ValueError: there is none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{base.folder}: transformers has no causal language model of {base.model_type!r}")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _options(base: HFBase, storage: str) -> dict[str, Any]:
+    """Of `from_pretrained`. ValueError: the folder's experts are stored otherwise."""
+    require_peft()
+    from transformers import Mxfp4Config
+
+    from tilemoe.integrations.quantized import TilemoeConfig, register_quantizer
+
+    register_quantizer()
+    stored = read_settings(Path(base.folder) / CONFIG_FILE).get("quantization_config")
+    if stored is None:
+        return {} if storage == DENSE else {"quantization_config": TilemoeConfig(storage)}
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored
+    kind = stored["experts"] if method == integration.NAME else method
+    if kind == storage:
+        return {"quantization_config": TilemoeConfig(storage)} if method == kind else {}
+    if method == Mxfp4Weight.name and storage == DENSE:
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    raise ValueError(
+        f"{base.folder}: config.json: quantization_config is of {shown(kind)}, which lora.storage {storage!r} does not "
+        "read; give the model in bf16, or, of a format of --lora.storage, that"
+    )
+
+
+@torch.no_grad()
+def _require_finite(model: nn.Module, base: HFBase) -> None:
+    """ValueError: a weight, or a scale of one in 4 bit, has a NaN or an infinity."""
+    for name, parameter in model.named_parameters():
+        for tensor in parameter.tensors() if isinstance(parameter, FrozenWeight) else [parameter]:
+            if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor, math.inf).isfinite():
+                raise ValueError(f"{base.folder}: {name} is not finite; save or download the model again")
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def _keeps_documents_apart(decoder: HFDecoder) -> bool:
+    """Whether a second document's logits are the same after another first one."""
+    device = decoder.model.get_input_embeddings().weight.device
+    positions = torch.arange(_PROBE).repeat(2, 2)
+    ids = positions % decoder.config.vocab_size
+    ids[1, :_PROBE] = ids[1, :_PROBE].flip(0)
+    decoder.eval()
+    try:
+        found = decoder(ids.to(device), documents=Documents(*(t.to(device) for t in Documents.of(positions)))).logits
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):  # the class does not take masks
+        return False
+    finally:
+        decoder.train()
+    one, other = found[:, _PROBE:].float()
+    return bool((one - other).norm() < _SAME * other.norm())
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def _head_is_a_product(decoder: HFDecoder) -> bool:
+    """Whether the logits are the head's weight times the hidden states: nothing is added, scaled or capped."""
+    model, head, found = decoder.model, decoder.model.get_output_embeddings(), []
+    if not isinstance(head, nn.Linear):
+        return False
+    with model.base_model.register_forward_hook(lambda module, given, out: found.append(out[0])):
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=head.weight.device), use_cache=False).logits
+    return torch.equal(F.linear(found[0], head.weight).to(logits.dtype), logits)

@@ -1,0 +1,80 @@
+"""A model of transformers' own class, on which a run trains adapters: what a recipe says of it. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tilemoe.checks import require_fields, require_text
+from tilemoe.models.families import sizes_from_hf
+from tilemoe.models.folder import CONFIG_FILE, read_settings
+from tilemoe.models.hf_config import ARCHITECTURES, number
+from tilemoe.models.sizes import ModelSizes
+from tilemoe.models.sums import canonical, checked, file_entries
+
+_NO_LIMIT = 1 << 20  # tokens of a sequence, where a class of recurrent layers has none
+
+
+@dataclass(frozen=True)
+class HFBase:
+    """A model that `DecoderLM` does not implement, in a folder of transformers.
+
+    Attributes:
+        folder: where its files are, which no checkpoint holds.
+        model_type: config.json's.
+        vocab_size, max_seq_len: of its text model.
+        sha256: of its config.json and weights, by which a run finds the same base again; empty before one has begun.
+
+    ValueError: a size is out of range, or a text is empty.
+    """
+
+    folder: str  # of the base; another place of the same files
+    model_type: str
+    vocab_size: int
+    max_seq_len: int
+    sha256: str = ""
+
+    def __post_init__(self) -> None:
+        require_fields("model.", self, at_least={"vocab_size": 1, "max_seq_len": 1})
+        for name in ("folder", "model_type"):
+            require_text(f"model.{name}", getattr(self, name))
+
+    @property
+    def moe(self) -> None:
+        """No setting of its layers can be changed."""
+
+    def sizes(self) -> ModelSizes:
+        """ValueError: the folder is not there, or the planner does not know the family."""
+        return sizes_from_hf(read_settings(Path(self.folder) / CONFIG_FILE))
+
+    def with_digest(self) -> HFBase:
+        """With the digest of its files, all of which are read. ValueError: one is not as the folder's sums say."""
+        folder = Path(self.folder)
+        with checked(folder):
+            files = file_entries([folder / CONFIG_FILE, *folder.glob("*.safetensors")])
+        return replace(self, sha256=hashlib.sha256(canonical(files)).hexdigest())
+
+    def require_unchanged(self) -> None:
+        """ValueError: the folder is not there, or has another model."""
+        if self.with_digest() != self:
+            raise ValueError(
+                f"{self.folder} has another model than the one whose adapters these are; restore its files, or go on "
+                "with --model.folder where they are"
+            )
+
+
+def is_base(folder: Path) -> bool:
+    """Whether the model in transformers' folder is of a class that `DecoderLM` does not implement."""
+    data, ours = read_settings(folder / CONFIG_FILE), {each.model_type for each in ARCHITECTURES.values()}
+    return isinstance(data, dict) and isinstance(data.get("model_type"), str) and data["model_type"] not in ours
+
+
+def read_base(folder: Path) -> HFBase:
+    """Of a folder with an `is_base` in it. ValueError: it has no weights, or a setting is missing."""
+    data = read_settings(folder / CONFIG_FILE)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds no *.safetensors; give a folder with a model in it")
+    text = data["text_config"] if isinstance(data.get("text_config"), dict) else data
+    length = number(text, "max_position_embeddings", int, _NO_LIMIT)
+    return HFBase(str(folder), data["model_type"], number(text, "vocab_size", int), length)
