@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_python
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -77,18 +76,3 @@ def test_adapters() -> None:
         "moe_lora": 2 * T * K * (frozen + adapters),
         "moe_lora_grad": 2 * T * K * (frozen + 2 * adapters + R * N),
     }
-
-
-COUNT = """
-import torch, tilemoe
-layer = tilemoe.MoE(tilemoe.MoEConfig(8, 4, 4, 2))
-from torch.utils.flop_counter import FlopCounterMode
-with FlopCounterMode(display=False) as mode:
-    layer(torch.ones(3, 8))
-print(mode.get_flop_counts()["Global"][torch.ops.tilemoe.moe])
-"""
-
-
-def test_the_counter_may_be_imported_after_the_layer() -> None:
-    """Here it is before."""
-    assert int(run_python(COUNT)) == 2 * 3 * 2 * 8 * 3 * 4
