@@ -65,7 +65,6 @@ def cases() -> list[Any]:
         turn = {stage: SIGNALS[number % 4] for number, stage in enumerate(STAGES)}
         alone = [case for case in found if case.restarts is None and turn[case.stage] == (case.number, case.lasts)]
         found = [*alone, Case("forward", KILL, False, 1, 2, 1), Case("update", TERM, False, 1, 2, 0)]
-        found.append(Case("setup", TERM, False, 1, 2, 0))
         others = [case for case in others if (case.processes, case.stage) == (1, "update")]
     return [pytest.param(case, id=str(case)) for case in [*found, *others]]
 
@@ -74,7 +73,7 @@ def other_numbers() -> list[Any]:
     """What is trained, by how many processes at first and by how many later."""
     found = [*itertools.product(OTHERS, ((1, 2), (2, 1), (2, 4), (4, 2)))]
     if not ALL:
-        found = [("muon", (1, 2)), ("conversations", (2, 1))]
+        found = [("muon", (1, 2))]
     return [pytest.param(trained, *numbers, id=f"reshard-{trained}-{numbers}") for trained, numbers in found]
 
 

@@ -37,7 +37,7 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torc
 BACKEND = "interpreter" if INTERPRETED else "GPU"
 # Of each dtype; each: routings of a layer, which hypothesis draws.
 CASES_OF = {
-    "interpreter": Cases(10_000, parts=125, short=2, each=8),
+    "interpreter": Cases(10_000, parts=125, short=1, each=8),
     "GPU": Cases(3_334, parts=16, short=3, each=20),
 }
 CASES = CASES_OF[BACKEND]

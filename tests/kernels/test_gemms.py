@@ -96,6 +96,11 @@ def venue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ve
     return Venue(TritonBackend(), cases[first:] + cases[:first])
 
 
+# What the kernels do whatever reads their operands is shown of one way to read them, of the others by `make thorough`.
+_OTHERS = [pytest.param(name, marks=pytest.mark.thorough if INTERPRETED else ()) for name in VENUES[1:]]
+whatever_reads_operands = pytest.mark.parametrize("venue", [VENUES[0], *_OTHERS], indirect=True)
+
+
 def plan_named(name: str, tile: int = TILE) -> RoutingPlan:
     return next(routing.plan for routing in hostile_routings(tile, DEVICE) if routing.name == name)
 
@@ -132,6 +137,7 @@ def test_every_activation(activation: str) -> None:
     assert_kernels_agree(TritonBackend(), plan, case, TOLERANCE[case.dtype])
 
 
+@whatever_reads_operands
 def test_many_experts(venue: Venue) -> None:
     if INTERPRETED:
         plan = plan_topk(torch.tensor([[0, 129], [129, 17], [17, 0]]), 130)
@@ -165,9 +171,7 @@ def test_whole_layer_against_the_reference(dtype: torch.dtype, gate_up: str) -> 
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "venue", [VENUES[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in VENUES[1:])], indirect=True
-)
+@whatever_reads_operands
 def test_tiles_in_bands(venue: Venue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five column tiles are walked two, two and one at a time, nine by fours."""
     asked = choose_bands(monkeypatch, host, {5: 2, 9: 4})
@@ -218,6 +222,7 @@ def test_weights_of_any_strides_and_gathered_rows_of_any_stride(few: bool, venue
 
 
 @interpreted
+@whatever_reads_operands
 def test_offsets_of_64_bits_where_32_are_too_few(venue: Venue, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not host.needs_int64(torch.empty(2**16, 2**15 - 8, device="meta"))
     assert host.needs_int64(torch.empty(2**16, 2**15, device="meta"))

@@ -311,7 +311,7 @@ def test_no_wrong_type_anywhere_is_a_traceback(
     whole = json.loads((sharded / name).read_bytes())
     whole.pop("sha256", None)
     if name == "manifest.json":  # of many that are alike, some
-        whole["tensors"] = {tensor: whole["tensors"][tensor] for tensor in sorted(told)[::9]}
+        whole["tensors"] = {tensor: whole["tensors"][tensor] for tensor in sorted(told)[::18]}
     for number, (container, key) in enumerate(places(whole)):
         kept = container[key]
         for value in WRONG if number % 4 == 0 else WRONG[number % 4 :: 4]:
