@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRITON := 3.6.0
 TITAN := torchtitan==0.3.0 spmd_types==0.3.1 torchdata==0.11.0
+# Its wheels are for Python 3.12; all but the index helpers of its datasets is Python, and runs on 3.11 too.
+MEGATRON := --python-version 3.12 --only-binary=:all: --ignore-requires-python megatron-core==0.19.2
 # In a folder of its own, to be put before the other.
 NEWEST_TRITON := 3.9.0
 NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
@@ -52,6 +54,7 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps triton==$(TRITON) $(TITAN)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/lib/python3*/site-packages $(MEGATRON)
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $(STAMP)
 

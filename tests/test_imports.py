@@ -61,7 +61,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "plots": {"matplotlib"},
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
-    "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft"},
+    "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft", "megatron"},
     "bench": {"torch", "sonicmoe", "scattermoe"},  # the last two are peers, where they are installed
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("runtime", "dispatch", "parallel")},

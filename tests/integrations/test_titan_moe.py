@@ -102,7 +102,7 @@ def test_a_layer_of_torchtitans_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parameter.any(), f"{name} was not initialised"
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(integration, "_plan_of_rows", None)  # no rows are made: one operator gathers the tokens
+    monkeypatch.setattr(integration, "plan_rows", None)  # no rows are made: one operator gathers the tokens
     assert relative_error(ours(x).detach(), theirs(x).detach().double()) < 0.01
 
 

@@ -31,8 +31,7 @@ except ImportError as error:
     ) from error
 
 from tilemoe.ops.moe import moe
-from tilemoe.plan import RoutingPlan
-from tilemoe.routing.build import plan_topk
+from tilemoe.routing.build import plan_rows, plan_topk
 
 
 class TileMoEGroupedExperts(FusedGroupedExperts):
@@ -52,7 +51,7 @@ class TileMoEGroupedExperts(FusedGroupedExperts):
         """x_RD (R, D), num_tokens_per_expert_E (E); rows past their sum, which pad a dispatcher's buffer, give 0."""
         _refuse_type_checking()
         w1, w2 = self.weights()
-        plan = _plan_of_rows(num_tokens_per_expert_E, x_RD.shape[0])
+        plan = plan_rows(num_tokens_per_expert_E, x_RD.shape[0])
         ones = torch.ones(x_RD.shape[0], 1, dtype=torch.float32, device=x_RD.device)
         return moe(x_RD.bfloat16(), w1, w2, plan, ones, gate_up="interleaved").type_as(x_RD)
 
@@ -109,14 +108,6 @@ def _is_local(dispatcher: LocalTokenDispatcher) -> bool:
     if type(dispatcher) is AllToAllTokenDispatcher:
         return dispatcher.ep_mesh is None
     return type(dispatcher) is LocalTokenDispatcher
-
-
-def _plan_of_rows(num_tokens_per_expert: Tensor, num_rows: int) -> RoutingPlan:
-    """The plan in which each row is a token of its own with one expert; made without reading a count back."""
-    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
-    row_of_pair, row_start = torch.where(rows < ends[-1], rows, -1), torch.cat([ends.new_zeros(1), ends])
-    return RoutingPlan(rows, rows, row_of_pair, None, row_start, ends.shape[0], num_rows, unchecked=True)
 
 
 def _refuse_type_checking() -> None:

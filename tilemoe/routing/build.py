@@ -1,10 +1,11 @@
 """Builders of `RoutingPlan` from expert ids. Shapes and dtypes are checked here; ids by the kernels that read them.
 
-T tokens · E experts · K experts per token · P pairs
+T tokens · E experts · K experts per token · P pairs · R rows
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tilemoe.ops import plan as plan_ops
@@ -54,3 +55,14 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
     )
     arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
     return RoutingPlan(*arrays, num_experts, num_tokens, error_bits, unchecked=True)
+
+
+def plan_rows(rows_per_expert: Tensor, num_rows: int) -> RoutingPlan:
+    """The plan of R rows already sorted by expert, each a token of its own with one expert; its scores are (R, 1).
+
+    rows_per_expert (E) integers; rows past their sum, which pad a buffer, give 0. No count is read back.
+    """
+    ends = rows_per_expert.cumsum(0, dtype=torch.int32)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+    row_of_pair, row_start = torch.where(rows < ends[-1], rows, -1), torch.cat([ends.new_zeros(1), ends])
+    return RoutingPlan(rows, rows, row_of_pair, None, row_start, ends.shape[0], num_rows, unchecked=True)

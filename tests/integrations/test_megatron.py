@@ -1,0 +1,266 @@
+"""Megatron Core's models with tilemoe's experts against the same with its SequentialMLP, on a CPU."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import raises_one_line, run_python
+from ranks import run_on_ranks
+from torch import nn
+
+pytest.importorskip("megatron.core", reason="Megatron Core is not installed: make env")
+
+from megatron.core import dist_checkpointing
+from megatron.core.activations import quick_gelu
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron_checks import CHECKS
+from megatron_models import (
+    N,
+    Training,
+    assert_same,
+    config,
+    gpt,
+    gradients,
+    init_process_group,
+    layer_of,
+    loss_of,
+    megatron_on_cpu,
+    models,
+    spec,
+    tokens,
+)
+
+from tilemoe.integrations import megatron as integration
+
+SILU, GELU = nn.functional.silu, nn.functional.gelu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    init_process_group(tmp_path_factory.mktemp("group"))
+    with megatron_on_cpu():
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("changes", "dispatcher"),
+    [
+        ({}, "LocalTokenDispatcher"),
+        ({"moe_shared_expert_intermediate_size": N}, "LocalTokenDispatcher"),
+        # Some tokens lose an expert, and Megatron fills experts with tokens of weight 0.
+        ({"moe_expert_capacity_factor": 0.5}, "LocalTokenDispatcher"),
+        ({"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}, "MoEAlltoAllTokenDispatcher"),
+    ],
+    ids=["plain", "shared", "dropped", "padded"],
+)
+def test_loss_and_every_gradient(changes: dict[str, Any], dispatcher: str) -> None:
+    stock, ours = models(**changes)
+    losses = [loss_of(model, tokens(1)) for model in (stock, ours)]
+    for loss in losses:
+        loss.backward()
+    assert type(layer_of(ours).token_dispatcher).__name__ == dispatcher
+    assert_same({"loss": losses[1]}, {"loss": losses[0]})
+    assert_same(gradients(ours), gradients(stock), 3e-6)
+
+
+def test_the_experts_alone_on_megatrons_rows() -> None:
+    stock, ours = (layer_of(model).experts for model in models())
+    counts = torch.tensor([3, 0, 9, 1, 4, 7])
+    generator = torch.Generator().manual_seed(1)
+    x, do = torch.randn(2, int(counts.sum()), stock.config.hidden_size, generator=generator)
+    probs = torch.rand(x.shape[0], generator=generator)
+    found = []
+    for experts in (stock, ours):
+        inputs = {"x": x.clone().requires_grad_(), "probs": probs.clone().requires_grad_()}
+        out, bias = experts(inputs["x"], counts, inputs["probs"])
+        assert bias is None
+        out.backward(do)
+        found.append({"out": out, **{name: leaf.grad for name, leaf in inputs.items()}, **gradients(experts)})
+    idle = {name for name in found[0] if name.startswith("local_experts.1.")}
+    assert not any(found[1].pop(name).any() or found[0].pop(name).any() for name in idle)
+    assert len(idle) == 2
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("bf16", "main_grad", "distributed"),
+    [
+        (False, torch.float32, False),
+        (False, torch.float32, True),
+        (True, torch.float32, False),
+        (True, torch.float32, True),
+        (True, torch.bfloat16, True),
+    ],
+)
+def test_megatrons_optimiser_takes_the_same_steps(bf16: bool, main_grad: torch.dtype, distributed: bool) -> None:
+    stock, ours = (Training(model, main_grad, distributed) for model in models(bf16=bf16))
+    for run in (stock, ours):
+        run.go_on(4)
+    weight = layer_of(ours.model).experts.w1
+    assert weight.main_grad.dtype == main_grad
+    assert weight.grad is None or weight.grad is weight.main_grad  # the optimiser in fp32 makes it so
+    assert weight.grad_added_to_main_grad
+    assert ours.losses == pytest.approx(stock.losses, rel=5e-5 if bf16 else 1e-6)
+    assert ours.norms == pytest.approx(stock.norms, rel=5e-4 if bf16 else 1e-5)
+
+
+def test_no_gradient_of_the_weights_dtype_is_made_beside_main_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilemoe.ops import experts as expert_ops
+
+    for name in ("up_proj_wgrad", "down_proj_wgrad"):
+        monkeypatch.setattr(expert_ops, name, None)  # those that return a gradient
+    run = Training(models(bf16=True)[1])
+    run.go_on(1)
+    assert run.norms[0] > 0
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["moe", "full"],
+)
+def test_recomputation_changes_no_bit(recompute: dict[str, Any]) -> None:
+    plain, again = (Training(models(bf16=True, **changes)[1]) for changes in ({}, recompute))
+    for run in (plain, again):
+        run.go_on(2)
+    assert (again.losses, again.norms) == (plain.losses, plain.norms)
+
+
+def test_plain_checkpoints_load_either_way() -> None:
+    (stock, ours), (other_stock, other_ours) = models(), models()
+    for source, target in ((stock, other_ours), (ours, other_stock)):
+        moved(source)
+        target.load_state_dict(source.state_dict())
+        assert_same({"loss": loss_of(target, tokens(2))}, {"loss": loss_of(source, tokens(2))})
+
+
+def test_te_grouped_names_are_read() -> None:
+    stock, ours = (layer_of(model).experts for model in models())
+    moved(stock)
+    state = {}
+    for name, weight in stock.state_dict().items():
+        if weight is not None:
+            _, index, linear, _ = name.split(".")
+            state[f"{linear}.weight{index}"] = weight
+    ours.load_state_dict(state | {"linear_fc1._extra_state": None})
+    assert_same(ours.state_dict(), {name: weight for name, weight in stock.state_dict().items() if weight is not None})
+
+
+def test_distributed_checkpoints_load_either_way(tmp_path: Path) -> None:
+    stock, ours = models()
+    shards = [sorted(flat(model.sharded_state_dict()), key=str) for model in (stock, ours)]
+    assert shards[0] == shards[1]
+    for number, (source, target) in enumerate(((stock, ours), (ours, stock))):
+        moved(source)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        dist_checkpointing.save(source.sharded_state_dict(), str(folder))
+        target.load_state_dict(dist_checkpointing.load(target.sharded_state_dict(), str(folder)))
+        assert_same({"loss": loss_of(target, tokens(2))}, {"loss": loss_of(source, tokens(2))})
+
+
+def test_a_checkpoint_with_its_optimiser_goes_on_either_way(tmp_path: Path) -> None:
+    for number in range(2):
+        source, target = [Training(model) for model in models(bf16=True)][:: 1 - 2 * number]
+        source.go_on(3)
+        target.go_on(1)  # so that it has states to be replaced
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        dist_checkpointing.save(source.state(), str(folder))
+        target.load(dist_checkpointing.load(target.state(is_loading=True), str(folder)))
+        target.losses = source.losses[:]  # it says which tokens are next
+        for run in (source, target):
+            run.go_on(2)
+        assert target.losses[-4:] == pytest.approx(source.losses[-4:], rel=5e-5)
+        assert target.norms[-2:] == pytest.approx(source.norms[-2:], rel=5e-4)
+
+
+def moved(model: nn.Module) -> None:
+    """Its weights changed, so that what is loaded shows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+
+
+def flat(state: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Key, place and shape of every shard; objects, which layers of Megatron's keep for other formats, left out."""
+    apply_factories(state)
+    found, left = [], list(state.values())
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        elif hasattr(each, "global_shape") and hasattr(each, "local_shape"):
+            found.append((each.key, each.global_shape, each.global_offset, each.axis_fragmentations, each.replica_id))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"add_bias_linear": True}, "add_bias_linear=True"),
+        ({"activation_func": quick_gelu}, "activation_func=quick_gelu with gated_linear_unit=True"),
+        ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+    cfg = config(**changes)
+    with raises_one_line(message):
+        gpt(cfg, integration.tilemoe_spec(spec(cfg)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_func": GELU},
+        {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.02},
+        {"activation_func": SILU, "activation_func_clamp_value": 0.02},
+        {"activation_func": nn.functional.relu, "gated_linear_unit": False},
+        {"activation_func": integration.squared_relu, "gated_linear_unit": False},
+        {"activation_func": GELU, "gated_linear_unit": False},
+    ],
+    ids=["geglu", "swiglu_oai", "swiglu_clamped", "relu", "relu2", "gelu"],
+)
+def test_activations(changes: dict[str, Any]) -> None:
+    stock, ours = (layer_of(model).experts for model in models(**changes))
+    x = torch.randn(12, stock.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    counts, probs = torch.full((6,), 2), torch.ones(12)
+    assert_same({"out": ours(x, counts, probs)[0]}, {"out": stock(x, counts, probs)[0]})
+
+
+def test_specs() -> None:
+    cfg = config(moe_layer_freq=[1, 0])
+    stock = spec(cfg)
+    ours = integration.tilemoe_spec(stock)
+    assert ours.layer_specs[0].submodules.mlp.func is integration.TileMoELayer
+    assert stock.layer_specs[0].submodules.mlp.func is MoELayer
+    assert ours.layer_specs[1] is stock.layer_specs[1]  # a dense layer
+    assert integration.gpt_spec(cfg).layer_specs[0].submodules.mlp.func is integration.TileMoELayer
+    hybrid = integration.tilemoe_spec(hybrid_stack_spec).submodules.moe_layer
+    assert hybrid.submodules.mlp.func is integration.TileMoELayer
+    old = ModuleSpec(module=MoELayer, submodules=stock.layer_specs[0].submodules.mlp.keywords["submodules"])
+    assert integration.tilemoe_spec(old).module is integration.TileMoELayer
+    with raises_one_line(r"spec \(TransformerBlockSubmodules\) has no MoE layer of Megatron's"):
+        integration.tilemoe_spec(spec(config(moe_layer_freq=[0, 0])))
+
+
+def test_importing_tilemoe_does_not_import_megatron() -> None:
+    assert "megatron" in sys.modules
+    assert run_python("import sys, tilemoe, tilemoe.integrations; print('megatron' in sys.modules)") == "False\n"
+
+
+@pytest.mark.dist
+def test_two_processes_with_megatrons_expert_parallelism(tmp_path: Path) -> None:
+    assert run_on_ranks(CHECKS, 2, tmp_path) == {check.__name__: "" for check in CHECKS}
