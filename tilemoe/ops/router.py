@@ -13,7 +13,7 @@ from torch import Tensor
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.choose import why_not_triton
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
-from tilemoe.runtime.device import device_of, why_no_triton
+from tilemoe.runtime.device import why_no_triton
 from tilemoe.runtime.operator import Operator
 from tilemoe.runtime.tracing import specialised
 
@@ -95,13 +95,9 @@ def _invariant_logits(x: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"invariance='batch': {why}; set it to 'none' in the MoEConfig")
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0], dtype=torch.float32)
-    from tilemoe.kernels.experts.triton.bias_grad import products_launch
-    from tilemoe.kernels.experts.triton.descriptors import aligned_rows
+    from tilemoe.kernels.experts.triton.bias_grad import row_products
 
-    # The kernel that multiplies by b2: no tile and no order of a sum in it depends on T.
-    launch, logits = products_launch(aligned_rows(x), aligned_rows(weight), device_of(x))
-    launch.run()
-    return logits
+    return row_products(x, weight)
 
 
 def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:

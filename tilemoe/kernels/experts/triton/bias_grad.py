@@ -22,12 +22,12 @@ from tilemoe.kernels.experts.triton.configs import (
     stage_bytes,
     tile_rows,
 )
-from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, rows_argument
+from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe_rows, rows_argument
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks
 from tilemoe.kernels.experts.triton.operands import line_pointers, multiply_add
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
-from tilemoe.runtime.device import Device
+from tilemoe.runtime.device import Device, device_of
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, power_of_two
 
 _LOWER_SCALE = tl.constexpr(2048.0)  # factor of a score's lower part, which would otherwise underflow in fp16
@@ -53,6 +53,13 @@ def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, device: Device) -> Tensor:
     launch, out = expert_sums_launch(sums, plan, tile_m)
     launch.run()
     return out
+
+
+def row_products(do: Tensor, b2: Tensor) -> Tensor:
+    """products (T, E) fp32, as `products_launch`, of any strides; no tile and no order of a sum depends on T. T > 0."""
+    launch, products = products_launch(aligned_rows(do), aligned_rows(b2), device_of(do))
+    launch.run()
+    return products
 
 
 def products_launch(do: Tensor, b2: Tensor, device: Device) -> tuple[Launch, Tensor]:
