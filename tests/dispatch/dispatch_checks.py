@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,9 +290,9 @@ def check_without_gradients() -> None:
 
 @contextmanager
 def counted() -> Iterator[list[tuple[int, int]]]:
-    """(bytes, elements of a row) of every exchange in the block: sent to other ranks, or put into the window."""
+    """(bytes, elements of a row) of every exchange in the block: sent to other ranks, or pulled from the window."""
     log: list[tuple[int, int]] = []
-    all_gather, all_to_all, put = collective.all_gather, dist.all_to_all_single, triton_window.put
+    all_gather, all_to_all = collective.all_gather, dist.all_to_all_single
 
     def counting(arrived: Tensor, rows: Tensor, into: list[int], out: list[int], **options: Any) -> Any:
         row = rows.shape[1:].numel()
@@ -303,9 +304,9 @@ def counted() -> Iterator[list[tuple[int, int]]]:
         log.append((sizes.nbytes * (world() - 1), sizes.shape[1]))
         return all_gather(out, sizes, **options)
 
-    def counting_rows(view: triton_window.Window, rows: Tensor, *rest: Any, **options: Any) -> None:
+    def counting_rows(pull: Callable[..., Tensor], view: triton_window.Window, rows: Tensor, *rest: Any) -> Tensor:
         log.append((rows.nbytes, rows.shape[1]))
-        put(view, rows, *rest, **options)
+        return pull(view, rows, *rest)
 
     for operator in (
         window_ops.to_experts,
@@ -317,7 +318,8 @@ def counted() -> Iterator[list[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         patch.setattr(collective, "all_gather", counting_sizes)
-        patch.setattr(triton_window, "put", counting_rows)
+        for name in ("pull_rows", "pull_sums"):
+            patch.setattr(triton_window, name, partial(counting_rows, getattr(triton_window, name)))
         yield log
 
 

@@ -165,9 +165,9 @@ def check_volume() -> None:
         with counted() as logs[precision]:
             case.shared(precision, case.x, case.do)
     if not IS_COLLECTIVE:
-        (x, o, do, dx), plain = logs["fp8"], logs["bf16"]
-        assert x == do == (tokens * (D + 4), WORDS)
-        assert (o, dx) == (plain[1], plain[3])
+        (x, o, do, x_again, dx), plain = logs["fp8"], logs["bf16"]
+        assert x == do == x_again == (tokens * (D + 4), WORDS)
+        assert (o, dx) == (plain[1], plain[4])
         return
     (sizes, pairs, x, o, do, dx, ds), plain = logs["fp8"], logs["bf16"]
     assert x == do == (copies * (D + 4), WORDS)
