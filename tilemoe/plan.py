@@ -196,7 +196,7 @@ def plan_of(arrays: PlanArrays, num_tokens: int, **more: Any) -> RoutingPlan:
 
 def without_derived(plan: RoutingPlan) -> RoutingPlan:
     """``plan``, with no tiles yet."""
-    return plan_of(plan.arrays, plan.num_tokens, sums=plan.sums)
+    return RoutingPlan(*plan.arrays, plan.num_experts, plan.num_tokens, sums=plan.sums, unchecked=True)
 
 
 def with_sums(plan: RoutingPlan, like: Tensor) -> RoutingPlan:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tilemoe.activations import REGISTRY, ActivationSpec, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
-from tilemoe.kernels.experts.torch.activations import activation_value
+from tilemoe.kernels.experts.torch.activations import activation_rows
 from tilemoe.ops.inference import Activation
 from tilemoe.runtime.tracing import constant_when_traced
 
@@ -50,7 +50,7 @@ def recognised_activation(
     if not isinstance(given, Tensor) or given.shape != (_ROWS, _WIDTH):
         return None
     for spec in _candidates(is_gated, limit, alpha):
-        if torch.allclose(given.to(h.dtype), activation_value(h, spec), rtol=_RTOL, atol=_ATOL):
+        if torch.allclose(given.to(h.dtype), activation_rows(h, spec), rtol=_RTOL, atol=_ATOL):
             return spec
     return None
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.dense import row_blocks
-from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_rows
 from tilemoe.runtime.random import normal_
 
 
@@ -23,10 +23,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(h: Tensor, spec: ActivationSpec) -> Tensor:
-        a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
-        for rows in row_blocks(h):
-            a[rows] = activation_value(h[rows], spec)
-        return a
+        return activation_rows(h, spec)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ActivationSpec], output: Tensor) -> None:

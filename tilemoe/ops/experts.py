@@ -172,7 +172,8 @@ def moe_forward(
         y = down_proj(a, weight[:, columns], None if b2 is None else b2[:, columns], plan)  # down_proj
         if columns is slices[-1]:
             del a  # with a single slice, a is freed before o is allocated
-        o = plan.sums_like(x, x.shape[1]) if o is None else o
+        if o is None:  # `RoutingPlan.sums_like`, without a call
+            o = x.new_empty(x.shape) if plan.sums is None else plan.sums
         backend.combine(y, s, plan, o[:, columns])  # combine
         del y  # freed before the next slice is allocated
     assert o is not None, "d is at least 1"

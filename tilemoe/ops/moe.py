@@ -90,7 +90,8 @@ def moe(
         s = s.to(torch.promote_types(torch.promote_types(s.dtype, x.dtype), torch.float32))
     s = s.contiguous()  # kernels index it by position, and reshape may have returned a strided view
     kept = save if recompute is None and is_recorded else "none"
-    plan = with_sums(plan, x)
+    if plan.peers is not None:
+        plan = with_sums(plan, x)
     o: Tensor = expert_ops.moe(x, w1, w2, s, b1, b2, kept, accumulate, plan, spec, backend)[0]
     return o
 

@@ -28,7 +28,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import dense_rows, quantize_rows
 from tilemoe.kernels.experts.formats.operand import Format, GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.formats.packed import PackedWeight
-from tilemoe.kernels.experts.torch.dact import activation_rows, dact_rows
+from tilemoe.kernels.experts.torch.activations import activation_rows, dact_rows
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 

@@ -22,7 +22,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype, row_blocks
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
-from tilemoe.kernels.experts.torch.dact import activation_rows, dact_rows, in_use
+from tilemoe.kernels.experts.torch.activations import activation_rows, dact_rows, in_use
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.plan import RoutingPlan
