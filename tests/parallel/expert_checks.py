@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,8 +46,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.replay import replay_routing
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.moe import MoE
-from tilemoe.parallel import expert, expert_parallel
-from tilemoe.parallel.expert import SHARDS_INTEGERS
+from tilemoe.parallel import expert_parallel
 from tilemoe.testing import assert_equal
 
 RUN = "TILEMOE_TEST_EXPERTS"  # names a folder that the processes share
@@ -265,10 +263,7 @@ def with_adapters(net: Net, **options: Any) -> Net:
 
 def check_adapters() -> None:
     assert_as_one_process(make_net_with_adapters, ep_and_fsdp())
-    if SHARDS_INTEGERS:
-        assert_as_one_process(make_net_in_4_bit, ep_and_fsdp())
-    with mock.patch.object(expert, "SHARDS_INTEGERS", False), raises_one_line(r"experts in 4 bit \(first.experts\)"):
-        expert_parallel(make_net_in_4_bit(torch.float32), ep_and_fsdp())
+    assert_as_one_process(make_net_in_4_bit, ep_and_fsdp())
 
 
 def check_transformers() -> None:

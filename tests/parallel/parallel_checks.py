@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.config import KEPT_BETWEEN_MICRO_BATCHES, ModelConfig, MoEConfig, ParallelConfig, RouterConfig
-from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora
+from tilemoe.kernels.experts.table import STORAGES
+from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
 from tilemoe.parallel.expert import rows_of_experts
@@ -427,11 +429,11 @@ def check_compiled() -> None:
     assert_as_one_process(config, model, (slice(0, 0),), compile_backend="eager")
 
 
-def with_adapters(model: DecoderLM, modules: tuple[str, ...]) -> DecoderLM:
+def with_adapters(model: DecoderLM, modules: tuple[str, ...], storage: str = "dense") -> DecoderLM:
     """As if trained: no b is zero any more."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for adapter in add_lora(model, 3, 6.0, modules=modules):
+        for adapter in add_lora(model, 3, 6.0, modules=modules, storage=storage):
             adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator, dtype=torch.float64))
     return model
 
@@ -446,6 +448,39 @@ def check_adapters() -> None:
             expected = whole_batch(one, SEQUENCES)
             assert len(expected.gradients) == 2 * 4 + (3 * 8 if ATTENTION in modules else 0)
             assert_same(shared_batch(many, SEQUENCES), expected, LIMIT_64)
+
+
+def make_model_in_4_bit(storage: str) -> DecoderLM:
+    moe = replace(MOE, hidden_size=64, intermediate_size=64)
+    model = make_model(torch.float32, replace(MODEL, hidden_size=64, moe=moe))
+    return with_adapters(model, (EXPERTS, ATTENTION), storage)
+
+
+def check_adapters_on_experts_in_4_bit() -> None:
+    """What is stored is gathered as it is, whatever the others are cast to; gradients are those of one process."""
+    for config in (FSDP, HSDP, EP_FSDP, replace(EP_FSDP, checkpointing="block"), replace(EXACT, expert=world())):
+        for storage in STORAGES:
+            one, many = (make_model_in_4_bit(storage) for _ in range(2))
+            parallelize(many, meshes_of(config, many.config))
+            assert_same(shared_batch(many, SEQUENCES), whole_batch(one, SEQUENCES), CAP_32)
+    for storage, expert in product(STORAGES, (1, 2)):
+        one, many = (make_model_in_4_bit(storage) for _ in range(2))
+        stored = {name: one.state_dict()[name].clone() for _, names in packed_weights(one).values() for name in names}
+        for name, parameter in many.named_parameters():
+            if not (parameter.requires_grad or name in stored):
+                parameter.data = parameter.bfloat16()  # as the trainer keeps it
+        parallelize(many, meshes_of(ParallelConfig(expert=expert), many.config))
+        got, want = shared_batch(many, SEQUENCES), whole_batch(one, SEQUENCES)
+        assert error(got.loss, want.loss) < 1e-2
+        assert all(gradient.dtype == torch.float32 for gradient in got.gradients.values())
+        for module in many.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        for name, tensor in stored.items():
+            gathered = many.get_parameter(name)
+            here = gathered.to_local() if isinstance(gathered, DTensor) else gathered
+            first = dist.get_rank() % expert * here.shape[0]
+            assert torch.equal(here.view(tensor.dtype), tensor[first : first + here.shape[0]]), name
 
 
 def check_adapters_from_meta() -> None:

@@ -20,7 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.data import load_tokenizer
-from tilemoe.layers.lora import adapter_names, merge_lora
+from tilemoe.kernels.experts.table import STORAGES
+from tilemoe.layers.lora import adapter_names, merge_lora, packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import save_hf
 from tilemoe.parallel.mesh import build_meshes
@@ -39,10 +40,11 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.restore import make_decoder
+from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.job.agreement import of_all_ranks
 from tilemoe.train.job.processes import Job
-from tilemoe.train.optim import make_optimizer, optimizer_tensors
+from tilemoe.train.optim import make_optimizer, optimizer_tensors, split_name
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
 MODEL = ModelConfig(
@@ -50,6 +52,7 @@ MODEL = ModelConfig(
     moe=MoEConfig(8, 8, 4, 2, router=RouterConfig(selection_bias=True)), initializer_range=0.3,
 )  # fmt: skip
 EXPORTED = replace(MODEL, vocab_size=256, moe=MoEConfig(8, 8, 4, 2))  # what transformers has a place for
+WIDE = replace(EXPORTED, hidden_size=64, moe=MoEConfig(64, 64, 4, 2))  # as wide as blocks of 4 bit are
 # At these sizes oneDNN sums the products of a matrix in the same order, however many there are. Six rows of q_proj: of
 # four processes the last has none.
 OF_MUON = ModelConfig(
@@ -61,8 +64,11 @@ OF_MUON = ModelConfig(
 KINDS = {
     "adamw": (MODEL, OptimConfig(lr=0.1)),
     "adapters": (EXPORTED, OptimConfig(lr=0.1)),
+    "in 4 and 8 bit": (WIDE, OptimConfig(lr=0.1, name="adamw8bit")),
     "muon": (OF_MUON, OptimConfig(lr=0.1, name="muon")),
 }
+# Of the kinds with adapters.
+LORA = {"adapters": LoRAConfig(rank=3), "in 4 and 8 bit": LoRAConfig(rank=32, storage="nf4_double")}
 EXACT = ParallelConfig(param_dtype=None, reduce_dtype=None)
 MESHES = {
     "EP 2 x FSDP 2": replace(EXACT, expert=2),
@@ -77,34 +83,34 @@ def run_dir() -> Path:
     return Path(os.environ[RUN])
 
 
-def recipe_of(kind: str, model: ModelConfig = EXPORTED) -> Recipe:
-    smoke = load_recipe("smoke")
-    lora = LoRAConfig(rank=3) if kind == "adapters" else None
-    return replace(smoke, model=model, data=replace(smoke.data, seq_len=8), lora=lora)
+def recipe_of(kind: str) -> Recipe:
+    smoke, model = load_recipe("smoke"), KINDS[kind][0] if kind in LORA else EXPORTED
+    return replace(smoke, model=model, data=replace(smoke.data, seq_len=8), lora=LORA.get(kind))
 
 
 def make(kind: str, config: ParallelConfig | None, seed: int = 5) -> Training:
     """Shared as ``config`` says, None: whole. Adapters are of ``seed``, on the base that the first check wrote."""
     model_config, optim = KINDS[kind]
     device = "cpu" if config is None else "meta"
-    model = (
-        make_decoder(recipe_of(kind), device=device) if kind == "adapters" else DecoderLM(model_config, device=device)
-    )
+    model = make_decoder(recipe_of(kind), device=device) if kind in LORA else DecoderLM(model_config, device=device)
     if config is not None:
         meshes = build_meshes(config, model_config, "cpu")
         parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(seed))
-    elif kind == "adapters":
+    elif kind in LORA:
         model.reset_parameters(torch.Generator().manual_seed(seed))
-    if kind == "adapters":
-        load_initial(model, run_dir() / "base")
+    if kind in LORA:
+        load_initial(model, run_dir() / f"base of {kind}")
     return model, make_optimizer(model, optim)
 
 
-def base() -> DecoderLM:
-    """Of the adapters."""
-    model = DecoderLM(EXPORTED)
+def base(kind: str = "adapters") -> DecoderLM:
+    model = DecoderLM(KINDS[kind][0])
     model.reset_parameters(torch.Generator().manual_seed(8))
     return model
+
+
+def trained(model: DecoderLM) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def step(training: Training, number: int) -> None:
@@ -166,7 +172,8 @@ def resumed(kind: str, config: ParallelConfig | None) -> Training:
 def check_save_on_four() -> None:
     """Adapters' base is that of transformers' folder, each process its part, and stays; they alone have a state."""
     if dist.get_rank() == 0:
-        save_hf(base(), run_dir() / "base")
+        for kind in LORA:
+            save_hf(base(kind), run_dir() / f"base of {kind}")
     dist.barrier()
     for kind in KINDS:
         torch.manual_seed(100 + dist.get_rank())
@@ -182,11 +189,14 @@ def check_save_on_four() -> None:
                     torch.save(state, run_dir() / f"{kind}_{number}.pt")
         dist.barrier()
         assert [path.name for path in list_checkpoints(run_dir() / kind)] == ["step_00000002"]  # the older is dropped
-        if kind == "adapters":
-            expected = base().state_dict()
+        if kind in LORA:
+            expected = base(kind).state_dict()
+            for weight, (module, names) in packed_weights(training[0]).items():
+                stored = STORAGES[module.storage].quantize(expected.pop(weight)).tensors.values()
+                expected |= dict(zip(names, stored, strict=True))
             assert_equal({name: state[name] for name in expected}, expected)
             names = adapter_names(training[0])
-            assert {name.rpartition(".")[0] for name in optimizer_tensors(*training)} == names
+            assert {split_name(name)[0] for name in optimizer_tensors(*training)} == names
             assert all(state[name].any() for name in names)
 
 
@@ -203,6 +213,7 @@ def check_resume_on_other_meshes() -> None:
     for kind, names in {
         "adamw": ("FSDP", "HSDP 2 x 2", "EP 4"),
         "adapters": ("FSDP",),
+        "in 4 and 8 bit": ("FSDP", "HSDP 2 x 2", "EP 4"),
         "muon": ("FSDP", "EP 4"),
     }.items():
         for name in names:
@@ -213,12 +224,27 @@ def check_resume_on_other_meshes() -> None:
             step(training, 3)
 
 
+def check_steps_by_moments_of_a_byte() -> None:
+    """To the bit those of one process that has the same gradients."""
+    one, many = (make("in 4 and 8 bit", config) for config in (None, MESHES["EP 2 x FSDP 2"]))
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(3):
+        for whole, part in zip(trained(one[0]), trained(many[0]), strict=True):
+            whole.grad, part.grad = torch.randn(whole.shape, generator=generator), torch.empty_like(part)
+            copy_part(part.grad, whole.grad.__getitem__)
+        for _, optimizer in (one, many):
+            optimizer.step()
+    state = whole_state(many)
+    assert state["optimizer.blocks.0.mlp.experts.up_a.exp_avg.codes"].any()
+    assert_equal(state, whole_state(one))
+
+
 def check_what_one_process_wrote() -> None:
     """Read by all, each its parts."""
-    for kind in ("adamw", "muon"):
+    for kind in ("adamw", "in 4 and 8 bit", "muon"):
         if dist.get_rank() == 0:
             whole = make(kind, None)
-            for parameter in whole[0].parameters():
+            for parameter in trained(whole[0]):
                 parameter.grad = torch.randn_like(parameter)
             whole[1].step()
             options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
@@ -308,7 +334,7 @@ def check_start_from_a_model() -> None:
         save_checkpoint(folder, state_of(recipe_of("adamw"), 1), whole, optimizer, **options)
     dist.barrier()
     for config in MESHES.values():
-        for source in (run_dir() / "base", folder):
+        for source in (run_dir() / "base of adapters", folder):
             model = DecoderLM(EXPORTED, device="meta")
             parallelize(model, build_meshes(config, EXPORTED, "cpu"), device="cpu", generator=torch.Generator())
             load_initial(model, source)
@@ -394,7 +420,7 @@ def check_the_first_verifies_for_all() -> None:
 ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
-    check_start_from_a_model,
+    check_start_from_a_model, check_steps_by_moments_of_a_byte,
 )  # fmt: skip
 ON_TWO = (
     check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,

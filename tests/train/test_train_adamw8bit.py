@@ -78,12 +78,8 @@ def test_a_part_of_another_size_is_named(part: str, moe_recipe: Recipe, tmp_path
         read_training(tensors, model, make_optimizer(model, recipe.optim))
 
 
-def test_it_is_for_one_process_with_torchao(
-    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_needs_torchao(moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(moe_recipe, tmp_path / "run", 1)
-    with raises_one_line("optim.name 'adamw8bit' is for one process; use --optim.name adamw"):
-        require_ready(recipe, Job(rank=0, local_rank=0, world_size=2), is_new=True)
     monkeypatch.setattr(optim, "find_spec", lambda name: None)
     with raises_one_line("pip install 'tilemoe\\[fp8\\]', or use --optim.name adamw"):
         require_ready(recipe, Job(rank=0, local_rank=0, world_size=1), is_new=True)

@@ -23,7 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
 from tilemoe.cli.train import run as run_command
-from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, to_dict
+from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import relative_error
 from tilemoe.train import run as runs
 from tilemoe.train.checkpoints import folder as checkpoints
@@ -131,6 +134,36 @@ def test_four_processes_train_adapters_as_one_does(moe_recipe: Recipe, recipe: R
         assert relative_error(theirs(ids).logits, ours) > 0.01
         assert relative_error(merged(ids).logits, ours) < 1e-5
         assert relative_error(PeftModel.from_pretrained(theirs, tmp_path / "adapter")(ids).logits, ours) < 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+@pytest.mark.parametrize("expert", [1, 2])
+def test_two_processes_train_adapters_on_4_bit_as_one_does(expert: int, moe_recipe: Recipe, tmp_path: Path) -> None:
+    """By moments of a byte; one goes on, and exports what it then computes."""
+    base = tmp_path / "base"
+    model = DecoderLM(ModelConfig(256, 64, 2, 2, 1, 32, 16, moe=MoEConfig(64, 64, 4, 2)))
+    save_hf(model, base)
+    ByteTokenizer().save(base / "tokenizer.json")
+    lora = LoRAConfig(rank=8, storage="nf4_double", base=str(base))
+    settings = replace(moe_recipe.train, steps=STEPS, eval_every=0, save_every=2, selection_bias_rate=0.0, timeout=60)
+    optim = replace(moe_recipe.optim, name="adamw8bit", schedule="constant")
+    recipe = replace(adopt(moe_recipe, base), train=settings, optim=optim, lora=lora)
+    path = written(
+        replace(recipe, data=replace(recipe.data, batch_size=2), parallel=ParallelConfig(expert=expert)),
+        tmp_path,
+        out_dir=str(tmp_path / "run"),
+    )
+    assert "of them trained, on 2 x cpu" in trained_by(2, path, "--init-from", base).out
+    train(replace(recipe, train=replace(settings, out_dir=str(tmp_path / "one"))), init_from=base)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    words = ["--resume", str(tmp_path / "run"), f"--train.steps={STEPS + 2}", "--parallel.expert=1"]
+    assert main(["train", *words, "--data.batch-size=4"]) == 0
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        ours, merged = restore(tmp_path / "run", "cpu").model(ids).logits, load_hf(tmp_path / "merged")(ids).logits
+    assert relative_error(merged, ours) < 1e-5
 
 
 @pytest.mark.thorough

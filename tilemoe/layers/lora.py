@@ -6,6 +6,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · r rank · w = 2
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,14 @@ from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.random import local_part
 from tilemoe.runtime.tensors import require_factory
 
 EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _WEIGHTS = ("w1", "w2")
 _DENSE = "dense"
+_BYTE = torch.float8_e4m3fn  # a byte of floating point
 _OF_TRANSFORMERS = (
     "on a model of transformers PEFT puts them, get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
     "target_parameters=['experts.gate_up_proj', 'experts.down_proj']))"
@@ -91,8 +94,8 @@ class LoRAExperts(Experts):
             activation_limit=self.cfg.activation_limit,
             activation_alpha=self.cfg.activation_alpha,
             gate_up=self.cfg.gate_up,
-            b1=b1,
-            b2=b2,
+            b1=b1 if b1 is None else b1.to(here.x.dtype),
+            b2=b2 if b2 is None else b2.to(here.x.dtype),
             kernels=self.kernels,
         )
         return self.dispatcher.combine(o, here)
@@ -129,6 +132,7 @@ class PackedLoRAExperts(LoRAExperts):
     2), w2_codes (E, d, n / 2) uint8; of NF4 w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), fp32, or with double
     quantisation uint8, and then w1_nested, w2_nested fp32; of MXFP4 w1_exponents (E, w, d / 32), w2_exponents (E, d,
     n / 32) uint8. What is fp32 stays so through ``to(dtype)``. `merged` returns w1 and w2 dense, in the base's dtype.
+    After `as_floats` what is uint8 is a view of a type that FSDP2 shards, but in state dicts.
     """
 
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None, storage: str) -> None:
@@ -136,7 +140,7 @@ class PackedLoRAExperts(LoRAExperts):
         self.storage, self.merged_dtype = storage, base.w1.dtype
         for name in _WEIGHTS:
             for part, tensor in STORAGES[storage].quantize(getattr(base, name)).tensors.items():
-                setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+                setattr(self, f"{name}_{part}", nn.Parameter(tensor.contiguous(), requires_grad=False))
             setattr(self, name, None)
 
     @torch.no_grad()
@@ -152,9 +156,24 @@ class PackedLoRAExperts(LoRAExperts):
 
     @torch.no_grad()
     def pack(self, name: str, weight: Tensor) -> None:
-        """Store the dense ``weight``, from any device, as w1 or w2, quantised where the module is."""
+        """Store the dense ``weight``, from any device, as w1 or w2, quantised where the module is: of what processes
+        share, this one's part of it.
+        """
         for part, tensor in STORAGES[self.storage].quantize(weight.to(self.up_a.device)).tensors.items():
-            self.get_parameter(f"{name}_{part}").copy_(tensor)
+            own, starts = local_part(self.get_parameter(f"{name}_{part}"))
+            where = tuple(slice(start, start + size) for start, size in zip(starts, own.shape, strict=True))
+            own.view(tensor.dtype).copy_(tensor[where])
+
+    def as_floats(self) -> None:
+        """From here on its bytes are views of `_BYTE`, before FSDP2 shards them: that of PyTorch 2.11 takes floating
+        point alone. In state dicts they are uint8.
+        """
+        for names in self.packed_names().values():
+            for name in names:
+                if (stored := self.get_parameter(name)).dtype == torch.uint8:
+                    setattr(self, name, nn.Parameter(stored.view(_BYTE), requires_grad=False))
+        self.register_state_dict_post_hook(_give_bytes)
+        self.register_load_state_dict_pre_hook(_take_bytes)
 
     def packed_names(self) -> dict[str, tuple[str, ...]]:
         """Of w1 and w2, the parameters that stand for it."""
@@ -162,7 +181,7 @@ class PackedLoRAExperts(LoRAExperts):
 
     def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> PackedWeight:
         weight, _, parts = STORAGES[self.storage]
-        return weight(*[local(getattr(self, f"{name}_{part}")) for part in parts])
+        return weight(*[_viewed(local(getattr(self, f"{name}_{part}")), _BYTE, torch.uint8) for part in parts])
 
     @torch.no_grad()
     def _merged(self, name: str, b: Tensor, a: Tensor) -> nn.Parameter:
@@ -185,6 +204,28 @@ class PackedLoRAExperts(LoRAExperts):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, storage {self.storage}"
+
+
+def _viewed(stored: Tensor, given: torch.dtype, wanted: torch.dtype) -> Tensor:
+    """Bytes of the type ``given`` as those of another; anything else as it is."""
+    if stored.dtype != given:
+        return stored
+    if not isinstance(stored, DTensor):
+        return stored.view(wanted)
+    mesh, placements, local = stored.device_mesh, stored.placements, stored.to_local().view(wanted)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=stored.shape, stride=stored.stride())
+
+
+def _give_bytes(experts: PackedLoRAExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for names in experts.packed_names().values():
+        for name in names:
+            state[prefix + name] = _viewed(state[prefix + name], _BYTE, torch.uint8)
+
+
+def _take_bytes(experts: PackedLoRAExperts, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for names in experts.packed_names().values():
+        for name in filter(state.__contains__, (prefix + name for name in names)):
+            state[name] = _viewed(state[name], torch.uint8, _BYTE)
 
 
 def _check_storage(base: Experts, storage: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,10 +26,10 @@ from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.divided_adapters import divide_adapters, wrappers_of
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.lora import PackedLoRAExperts
 
 _FSDP = "fsdp"  # of a dimension that is added to a mesh without one
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks
-SHARDS_INTEGERS = torch.__version__ >= "2.13"  # FSDP2 of 2.11 asks for floating point
 
 
 def expert_parallel(
@@ -66,7 +65,8 @@ def expert_parallel(
         gradient_divide_factor: of an expert's gradient, which is the sum over the processes of ``dim``. None: their
             number, for FSDP, or whatever sums over the other processes, takes a mean. 1 where that is a sum.
         reshard_after_forward: `fully_shard`'s, of the experts.
-        mp_policy: likewise. Their inputs are never cast: scores stay as precise as the router made them.
+        mp_policy: likewise. Their inputs are never cast: scores stay as precise as the router made them. Neither are
+            parameters beside weights in 4 bit.
         offload_policy: likewise.
         exchange: how tokens are sent: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
             the group, which calls for parts of one model should share.
@@ -99,6 +99,9 @@ def expert_parallel(
     )
     if group_mesh.size() == 1:
         return
+    for layer in layers:
+        if isinstance(layer, PackedLoRAExperts):
+            layer.as_floats()
     divide_experts(layers, group_mesh, transports, gradient_divide_factor)
     for name, experts in integration.experts_modules(module):
         share = _num_experts(experts) // group_mesh.size()
@@ -110,7 +113,7 @@ def expert_parallel(
             mesh=shares,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=even_placements(layer, shares.size(shares.ndim - 1)).get,
-            mp_policy=policy,
+            mp_policy=dataclasses.replace(policy, param_dtype=None) if isinstance(layer, PackedLoRAExperts) else policy,
             offload_policy=offload_policy or OffloadPolicy(),
         )
     # DistributedDataParallel leaves these alone: their gradients are means over all processes already.
@@ -213,11 +216,6 @@ def _layers(module: nn.Module) -> list[nn.Module]:
             raise ValueError(
                 f"module has experts ({name}) that share {shared[0]}, which cannot be divided; move it out of them, or "
                 "shard the model by fully_shard alone"
-            )
-        if not (SHARDS_INTEGERS or all(p.is_floating_point() for p in parameters.values())):
-            raise ValueError(
-                f"module has experts in 4 bit ({name}), which FSDP2 of PyTorch {torch.__version__} cannot shard; "
-                "pip install -U 'torch>=2.13', or keep them in bf16"
             )
     for name, layer in theirs:
         wrappers_of(module, name)

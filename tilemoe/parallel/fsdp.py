@@ -6,6 +6,7 @@ E experts · e experts of a process · d model width · n expert width · w = 2n
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,7 @@ from tilemoe.config import ParallelConfig
 from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.lora import PackedLoRAExperts
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import Block, DecoderLM
 from tilemoe.parallel.expert import even_placements, expert_parallel
@@ -25,7 +27,7 @@ from tilemoe.runtime.weight_cache import promise_unchanged_weights
 
 
 def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
-    """Shard a block with FSDP2: one all-gather for it, and another for its experts under expert parallelism.
+    """Shard a block with FSDP2: one all-gather for it, and one for experts that are divided or in 4 bit.
 
     ``transports``: those of the processes that share a layer's experts; None: every process has all experts. The last
     block stays gathered after its forward, since its backward comes next.
@@ -42,6 +44,10 @@ def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, 
             exchange=transports,
         )
         _sum_gradients(experts)
+        experts = None
+    elif isinstance(experts, PackedLoRAExperts):  # apart: what they store is never cast
+        experts.as_floats()
+        _shard(experts, meshes.fsdp, replace(meshes.config, param_dtype=None), reshard, experts)
         experts = None
     _shard(block, meshes.fsdp, meshes.config, reshard, experts)
 

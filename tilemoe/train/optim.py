@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.layers.mlp import MLP
+from tilemoe.runtime.random import local_part
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
@@ -22,7 +24,7 @@ _BIAS_NAMES = frozenset({"bias", "b1", "b2"})
 _ADAMW_MODULES = frozenset({"head", "router", "shared_gate"})
 # A moment in 8 bits, of a parameter of at least 4,096 elements, a multiple of 256: codes (its shape) uint8 and scale
 # (elements / 256) fp32, `value = table[code] * scale` of its block (arXiv 2110.02861). The table is torchao's.
-PARTS, BLOCK = ("codes", "scale"), 256
+PARTS, BLOCK, _LEAST = ("codes", "scale"), 256, 4096
 
 
 def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
@@ -91,6 +93,10 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
     class _AdamW8bit(AdamW8bit):
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+            local = local_part(p)[0]
+            return _shared_as(p, _zeros8bit(local, signed)) if in_blocks(p) else torch.zeros_like(p)
+
         def step(self, closure: Any = None) -> Any:
             on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"  # for which a compiler may be missing
             with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
@@ -120,23 +126,56 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
+def in_blocks(parameter: Tensor) -> bool:
+    """Whether its moments are of a byte: where it has 4,096 elements, and each process has whole blocks of it."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel() >= _LEAST and parameter.numel() % BLOCK == 0
+    sizes = parameter.device_mesh.shape
+    shards = [(at, size) for at, size in zip(parameter.placements, sizes, strict=True) if not at.is_replicate()]
+    processes = math.prod(size for _, size in shards)
+    # Of `Shard`, and of the strided one that FSDP2 makes beside another division.
+    is_even = parameter.shape[0] % processes == 0 and all(getattr(at, "dim", None) == 0 for at, _ in shards)
+    return parameter.numel() >= _LEAST and is_even and parameter.numel() % (processes * BLOCK) == 0
+
+
+def blocks_like(parameter: Tensor) -> Tensor:
+    """Memory for the scales of a moment that is `in_blocks`: shared as the parameter is, in the order of its rows."""
+    local = local_part(parameter)[0]
+    return _shared_as(parameter, torch.empty(local.numel() // BLOCK, device=local.device), parameter.numel() // BLOCK)
+
+
+def _shared_as(parameter: Tensor, local: Tensor, *shape: int) -> Tensor:
+    """This process' part of a tensor of ``shape``, the parameter's if None is given, that is shared as that is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, size = parameter.device_mesh, torch.Size(shape or parameter.shape)
+    stride = (1,) if shape else parameter.stride()
+    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=size, stride=stride)
+
+
+def _zeros8bit(like: Tensor, is_signed: bool) -> Any:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit.zeros(like.shape, is_signed, BLOCK, like.device, torch.float32)
+
+
 def _parts_of(moment: Tensor) -> dict[str, Tensor]:
     """Plain tensors by the end of their name: a moment of codes and scales in parts, any other whole, by ""."""
-    if not hasattr(moment, "codes"):
+    local: Any = local_part(moment)[0]
+    if not hasattr(local, "codes"):
         return {"": moment}
-    return {f".{part}": getattr(moment, part) for part in PARTS}
+    scale = _shared_as(moment, local.scale, moment.numel() // BLOCK)
+    return {".codes": _shared_as(moment, local.codes), ".scale": scale}
 
 
 def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
     """The inverse of `_parts_of`; ``name``: "exp_avg", whose codes have a sign, or "exp_avg_sq"."""
     if "" in parts:
         return parts[""]
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    codes, is_signed = parts[".codes"], name == "exp_avg"
-    made: Tensor = OptimState8bit.zeros(codes.shape, is_signed, BLOCK, codes.device, torch.float32)
-    made.codes, made.scale = codes, parts[".scale"]  # type: ignore[attr-defined]
-    return made
+    codes = local_part(parts[".codes"])[0]
+    made = _zeros8bit(codes, name == "exp_avg")
+    made.codes, made.scale = codes, local_part(parts[".scale"])[0]
+    return _shared_as(parts[".codes"], made)
 
 
 def split_name(full_name: str) -> tuple[str, str, str]:

@@ -45,11 +45,6 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         require_torchao()
     if recipe.optim.name == "adamw8bit":
         optim.require_torchao()
-        if not job.is_alone:
-            raise ValueError("optim.name 'adamw8bit' is for one process; use --optim.name adamw, sharded by the job")
-    is_ours = not isinstance(recipe.model, HFBase)
-    if recipe.lora is not None and recipe.lora.storage != "dense" and not job.is_alone and is_ours:
-        raise ValueError(f"lora.storage {recipe.lora.storage!r} is for one process; use --lora.storage dense")
     if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
         recipe.model.moe.require_learnable_router()
     if is_new:

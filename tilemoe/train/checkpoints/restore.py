@@ -140,13 +140,14 @@ def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> Decode
     """The model of `build_model`, with the same weights, sharded over the job's processes by ``recipe.parallel``.
 
     No process ever holds more than its part, but of a base of transformers' own class, which each reads into its host's
-    memory. All of them must call it.
+    memory, and of a layer's experts while they are stored in 4 bit. All of them must call it.
     """
     if isinstance(recipe.model, HFBase):
         adapted = make_adapted(recipe, device, torch.device("cpu"))
         shard_adapted(adapted, build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type))
         return adapted
-    model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute)
+    frozen = frozen_dtype(recipe, device)
+    model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute, frozen=frozen)
     set_dense_precision(model, recipe, device)
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
     generator = torch.Generator().manual_seed(recipe.train.seed)

@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from tilemoe.runtime.random import local_part
-from tilemoe.train.optim import BLOCK, load_optimizer_tensors, optimizer_tensors, split_name
+from tilemoe.train.optim import (
+    BLOCK,
+    blocks_like,
+    in_blocks,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    split_name,
+)
 
 _MOST_RANDOM_BYTES = 1 << 16  # torch's has 5,056 on a CPU
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
@@ -120,8 +127,13 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
     parameter = parameters.get(of)
     if parameter is None:
         raise ValueError(f"checkpoint: {name} is of no parameter of the model; use the settings it was trained with")
+    if part and isinstance(parameter, DTensor) and not in_blocks(parameter):
+        raise ValueError(
+            f"checkpoint: {name} is stored in blocks of {BLOCK}, which these processes do not share evenly; resume "
+            "with another number of them, or with other --parallel settings"
+        )
     if part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
-        return torch.empty(tuple(shape), device=parameter.device)
+        return blocks_like(parameter)
     if part != ".scale" and tuple(shape) == tuple(parameter.shape):
         dtype = torch.uint8 if part else torch.float32
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
