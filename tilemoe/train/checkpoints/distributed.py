@@ -31,8 +31,9 @@ from tilemoe.train.checkpoints.folder import (
     write_error,
 )
 from tilemoe.train.checkpoints.leftovers import discard, make_marked, make_temporary, temporary_of
-from tilemoe.train.checkpoints.metadata import describe
+from tilemoe.train.checkpoints.metadata import METADATA_FILE, describe
 from tilemoe.train.checkpoints.names import step_dir
+from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank, first_failure
 from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
 from tilemoe.train.job.processes import Job
@@ -82,7 +83,7 @@ class PendingCheckpoint:
             CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
         with self._errors_in_one_line():
-            tensors = describe(self._written.result())
+            written = self._written.result()
             own = file_entries(files_of_rank(self._temporary, dist.get_rank()))
             entries_of_ranks: list[dict[str, Any]] = of_all_ranks(own)
             hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
@@ -90,6 +91,8 @@ class PendingCheckpoint:
             _require_seen(self._temporary, hashed if dist.get_rank() == 0 else entries_of_ranks[0])
 
             def publish_all() -> None:
+                is_told = written.storage_data is not None  # PyTorch 2.11 tells places in its file alone
+                tensors = describe(written) if is_told else read_pickled(self._temporary / METADATA_FILE)
                 publish(self._target, self._state, self._tokenizer, hashed, tensors)
                 drop_old(self._target.parent, self._keep_last)
 
