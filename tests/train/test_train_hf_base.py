@@ -45,8 +45,9 @@ def write_base(family: str, folder: Path, **more: Any) -> Path:
 
 def adapted(recipe: Recipe, folder: Path, storage: Any = "dense", **train_settings: Any) -> Recipe:
     """``recipe`` for adapters on the model of ``folder``."""
-    settings = replace(recipe.train, **train_settings)
-    recipe = replace(adopt(recipe, folder), lora=replace(LORA, storage=storage, base=str(folder)), train=settings)
+    settings = replace(recipe.train, compile="blocks", **train_settings)  # of our decoder's, as in single-gpu
+    recipe = adopt(replace(recipe, train=settings), folder)
+    recipe = replace(recipe, lora=replace(LORA, storage=storage, base=str(folder)))
     return replace(recipe, optim=replace(recipe.optim, eps=1e-6, schedule="constant", warmup_steps=0))
 
 

@@ -235,7 +235,7 @@ def load_decoder(
     kind = _class_of(base, config)
     more: dict[str, Any] = _options(base, storage)
     if home.type != "cpu":
-        more["device_map"] = {"": home}
+        more["device_map"] = {"": str(home)}
     integration.register()
     try:
         model, found = kind.from_pretrained(
@@ -388,8 +388,10 @@ def _keeps_documents_apart(decoder: HFDecoder) -> bool:
     decoder.eval()
     try:
         found = decoder(ids.to(device), documents=Documents(*(t.to(device) for t in Documents.of(positions)))).logits
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):  # the class does not take masks
-        return False
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+        if decoder.documents_by == "positions":
+            raise
+        return False  # the class does not take such masks
     finally:
         decoder.train()
     one, other = found[:, _PROBE:].float()

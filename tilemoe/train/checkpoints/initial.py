@@ -25,7 +25,8 @@ from tilemoe.train.config import Recipe
 def adopt(recipe: Recipe, folder: Path) -> Recipe:
     """``recipe`` with the architecture and the tokenizer of ``folder``: of transformers, or a checkpoint of ours.
 
-    Its sequences are at most as long as the model's.
+    Its sequences are at most as long as the model's. With a base of transformers' own class, what a recipe says of our
+    blocks is left out, and documents are not packed if it cannot keep them apart.
     """
     if is_hf(folder):
         require_settings(folder)  # of the weights `load_initial` compares the content
@@ -39,9 +40,11 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
             )
         model, spec = checkpoint.state.recipe.model, checkpoint.tokenizer_spec
     data = replace(recipe.data, tokenizer=spec, seq_len=min(recipe.data.seq_len, model.max_seq_len))
-    if isinstance(model, HFBase) and mixes_documents(model):
+    if not isinstance(model, HFBase):
+        return replace(recipe, model=model, data=data)
+    if mixes_documents(model):
         data = replace(data, packing="one_document")
-    return replace(recipe, model=model, data=data)
+    return replace(recipe, model=model, data=data, train=replace(recipe.train, compile="none", recompute=None))
 
 
 def _read_config(folder: Path) -> ModelConfig | HFBase:
