@@ -22,7 +22,10 @@ D, N = 40, 24
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
 
 
-@pytest.fixture(params=["pointer", "descriptor"], autouse=True)
+ACCESSES = ("pointer", "descriptor")
+
+
+@pytest.fixture(params=ACCESSES, autouse=True)
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     capability = 90 if request.param == "descriptor" else 0
     device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
@@ -35,12 +38,20 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 # Beside dw1, the ones of db1 end a tile of x's columns, and begin one.
+CASES = [
+    Case(torch.float16, "relu", bias=True, hidden_size=D, intermediate_size=N),
+    Case(torch.float32, "relu", bias=True, transposed=True, hidden_size=D + 8, intermediate_size=N),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("access", "case"),
     [
-        Case(torch.float16, "relu", bias=True, hidden_size=D, intermediate_size=N),
-        Case(torch.float32, "relu", bias=True, transposed=True, hidden_size=D + 8, intermediate_size=N),
+        pytest.param(access, case, marks=pytest.mark.thorough if i != j else ())
+        for i, access in enumerate(ACCESSES)
+        for j, case in enumerate(CASES)
     ],
+    indirect=["access"],
     ids=str,
 )
 def test_pairs_that_were_given_several_times(case: Case) -> None:
@@ -55,7 +66,7 @@ def test_pairs_that_were_given_several_times(case: Case) -> None:
         assert_kernels_agree(TritonBackend(), plan, case, TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.thorough), 1e-3])
 def test_many_experts_and_small_scores_in_fp16(scale: float) -> None:
     """The lower of a small score's two parts would be below fp16's least number."""
     plan = plan_topk(torch.stack([torch.arange(40) * 7 % 130, torch.arange(40) * 11 % 130 // 2], dim=1), 130)

@@ -116,11 +116,17 @@ def test_hostile_routings(routing: str) -> None:
 
 
 EACH_DTYPE = [(form, dtype) for form in ("nf4", "mxfp4") for dtype in DTYPES]
+EACH_FORM = [*EACH_DTYPE, ("nf4, narrow scales", DTYPES[0]), ("mxfp4, narrow", DTYPES[-1])]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    ("form", "dtype"), [*EACH_DTYPE, ("nf4, narrow scales", DTYPES[0]), ("mxfp4, narrow", DTYPES[-1])], ids=str
+    ("form", "dtype", "transposed"),
+    [
+        pytest.param(*form, transposed, marks=pytest.mark.thorough if (i + transposed) % 2 else ())
+        for i, form in enumerate(EACH_FORM)
+        for transposed in (False, True)
+    ],
+    ids=str,
 )
 def test_each_layout(form: str, dtype: torch.dtype, transposed: bool) -> None:
     torch.manual_seed(0)

@@ -144,8 +144,9 @@ def test_ties_of_any_shape(seed: int) -> None:
     ("mode", "tokens", "experts", "k", "tile"),
     [
         ("nearest", 300, 3, 2, 16),
-        ("up", 200, 9, 3, 64),
+        ("up", 130, 4, 2, 64),
         ("balance", 260, 2, 1, 128),
+        pytest.param("up", 200, 9, 3, 64, marks=pytest.mark.thorough),
         pytest.param("down", 300, 3, 2, 16, marks=pytest.mark.thorough),
         pytest.param("nearest_score", 260, 2, 1, 128, marks=pytest.mark.thorough),
     ],

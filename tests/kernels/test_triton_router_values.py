@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from triton_checks import DEVICE, INTERPRETED
 
-from tilemoe import reference
-from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
+from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.router.triton import RouterSpec, select_grad
 from tilemoe.ops import router as router_ops
 from tilemoe.routing.topk import _select, _select_fused
@@ -101,7 +100,11 @@ def test_every_mode_agrees_with_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax, losses", "late softmax", "late softmax, losses", "sigmoid", "sigmoid, losses"]
+    "name",
+    [
+        *("softmax, losses", "late softmax, losses", "sigmoid, losses"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("late softmax", "sigmoid")),
+    ],
 )
 def test_sizes(name: str) -> None:
     for experts, k in ((1, 1), (2, 2), (3, 1), (128, 8), (512, 10), (700, 32), (4096, 3)):
@@ -119,18 +122,6 @@ def test_groups(experts: int, groups: int, top_groups: int, k: int, score: Any) 
     for bias in (False, True):
         router = RouterConfig(score=score, num_groups=groups, top_groups=top_groups, selection_bias=bias, scale=2.5)
         assert_same(hostile(tokens, experts), config(experts, k, router))
-
-
-@pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
-def test_presets_agree_with_the_reference(preset: str) -> None:
-    cfg = config(16, 4, RouterConfig.preset(preset))
-    logits, mask = random(33, 16, seed=1), torch.arange(33, device=DEVICE) % 3 != 0
-    bias = 0.3 * random(16, seed=9) if cfg.router.selection_bias else None
-    chosen = _select_fused(logits, cfg, bias, mask)
-    dense = torch.zeros(33, 17, device=DEVICE).scatter(1, chosen.expert_ids.long(), chosen.scores)[:, :16]
-    expected = reference.route(logits, cfg, selection_bias=bias, token_mask=mask)
-    torch.testing.assert_close(dense, expected.scores)
-    assert torch.equal(dense != 0, expected.scores != 0)
 
 
 def test_ties_go_to_the_lower_expert_best_first() -> None:
