@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -157,13 +158,29 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], limit: fl
         assert relative_error(found[name].detach(), value.detach().double()) < limit, name
 
 
+def shards_of(model: Any) -> set[tuple[Any, ...]]:
+    """Key, shape, place and copy of everything that a distributed checkpoint of the model has."""
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    found: set[tuple[Any, ...]] = set()
+    left = list(state.values())
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        else:
+            found.add((each.key, each.global_shape, each.global_offset, each.replica_id))
+    return found
+
+
 class Training:
     """Megatron's data parallelism and optimiser over a model, whose dtype they take."""
 
     def __init__(self, model: Any, main_grad: torch.dtype = torch.float32, distributed: bool = False) -> None:
         cfg, self.model = model.config, model
-        in_fp32 = DistributedDataParallelConfig(main_grad == torch.float32, use_distributed_optimizer=distributed)
-        self.wrapped = DistributedDataParallel(cfg, in_fp32, Float16Module(cfg, model) if cfg.bf16 else model)
+        options = {"use_distributed_optimizer": distributed, "overlap_grad_reduce": distributed}
+        reduce = DistributedDataParallelConfig(grad_reduce_in_fp32=main_grad == torch.float32, **options)
+        self.wrapped = DistributedDataParallel(cfg, reduce, Float16Module(cfg, model) if cfg.bf16 else model)
         settings = {"bf16": cfg.bf16, "params_dtype": cfg.params_dtype, "use_distributed_optimizer": distributed}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, **settings), [self.wrapped])
         self.losses: list[float] = []

@@ -64,10 +64,12 @@ class TileMoEExperts(MegatronModule):
     def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> None:
         super().__init__(config=config)
         for setting in _REFUSED:
-            if getattr(config, setting):
-                raise ValueError(
-                    f"{setting}={getattr(config, setting)!r}: tilemoe's experts have no such thing; unset it"
-                )
+            if value := getattr(config, setting):
+                raise ValueError(f"{setting}={value!r} is not served by tilemoe's experts; unset it")
+        if config.transformer_impl == "inference_optimized":
+            raise ValueError(
+                "transformer_impl='inference_optimized' has experts of its own; use another, or its experts"
+            )
         if config.expert_gtp_weight_remat_size > 1:
             raise ValueError("tilemoe's experts are not divided by expert_tensor_parallel_num_weight_shards; unset it")
         self.options: Mapping[str, Any] = _options_of(config)
