@@ -178,10 +178,15 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     settings = json.loads((moved / "config.json").read_bytes())
     (moved / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.1}))
     refused([*resume, "--model.folder", str(moved)], f"{moved} has another model than the one whose adapters these are")
-    capsys.readouterr()
-    (moved / "config.json").write_text(json.dumps(settings | {"output_router_logits": True}))
-    refused(["train", *words[:2], "--init-from", str(moved), *words[4:], *lora, "--train.out-dir", str(tmp_path / "x")],
-            "output_router_logits is true, which adds an auxiliary loss")  # fmt: skip
+    again = ["train", *words[:2], "--init-from", str(moved), *words[4:], *lora, "--train.out-dir", str(tmp_path / "x")]
+    of_others = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
+    for change, message in (
+        ({"output_router_logits": True}, "output_router_logits is true, which adds an auxiliary loss"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is of 'fp8', which lora.storage 'nf4'"),
+        (of_others, "transformers does not know it"),
+    ):
+        (moved / "config.json").write_text(json.dumps(settings | change))
+        refused(again, message)
 
 
 def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe, tmp_path: Path) -> None:
@@ -210,6 +215,19 @@ def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe,
     packed = replace(found, data=replace(found.data, packing="best_fit"))
     with raises_one_line("Qwen3NextForCausalLM does not keep packed documents apart; use --data.packing one_document"):
         build_model(packed, CPU)
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_as_a_cpu_does(moe_recipe: Recipe, tmp_path: Path) -> None:
+    """By flex attention; the sample is by the class' own."""
+    base = write_base("gpt_oss", tmp_path / "base", head_dim=64)
+    recipe = adapted(moe_recipe, base, "mxfp4", steps=4, eval_every=0)
+    recipe = replace(recipe, lora=replace(LORA, rank=8, storage="mxfp4", base=str(base)))
+    for device in ("cpu", "cuda"):
+        train(
+            replace(recipe, train=replace(recipe.train, device=device, out_dir=str(tmp_path / device))), init_from=base
+        )
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
 
 
 @pytest.mark.dist

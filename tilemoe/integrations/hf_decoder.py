@@ -165,7 +165,9 @@ class HFDecoder(nn.Module):
     def set_checkpointing(self, mode: str) -> None:
         """As `DecoderLM`'s, but for "attention"."""
         if mode == "block":
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable`")  # has another name later
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def require_documents_apart(self) -> None:
         """ValueError: what a document of a packed sequence computes would depend on the one before it."""
@@ -244,6 +246,7 @@ def load_decoder(
             experts_implementation=integration.NAME,
             output_loading_info=True,
             local_files_only=True,
+            use_safetensors=True,
             **more,
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -329,7 +332,7 @@ def _config(base: HFBase) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(base.folder, local_files_only=True)
+        return AutoConfig.from_pretrained(base.folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{base.folder}: transformers does not know it ({' '.join(str(error).split())[:300]})"
