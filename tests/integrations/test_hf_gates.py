@@ -18,7 +18,7 @@ from torch import Tensor
 from tilemoe.activations import REGISTRY, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.integrations.gates import recognised_activation
-from tilemoe.kernels.experts.torch.activations import activation_value
+from tilemoe.kernels.experts.torch.activations import activation_rows
 
 LIMIT, ALPHA = 7.0, 1.702
 
@@ -35,7 +35,7 @@ def test_every_activation(name: str, layout: str) -> None:
     entry = REGISTRY[name]
     spec = activation_spec(name, layout or "concatenated", entry.limit and LIMIT, entry.alpha)
     options = {"limit": LIMIT, "alpha": ALPHA} if layout else {}
-    found = recognised_activation(lambda h: activation_value(h, spec), is_gated=bool(layout), **options)
+    found = recognised_activation(lambda h: activation_rows(h, spec), is_gated=bool(layout), **options)
     assert found.name == name
     assert not layout or found.gate_up == layout
 

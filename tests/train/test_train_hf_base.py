@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.data import PackedDocuments
 from tilemoe.data.tokenizer import ByteTokenizer
 from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
@@ -171,7 +171,7 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     assert main(["eval", "--checkpoint", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
     assert main(["generate", "--checkpoint", str(out), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
-    moved = shutil.move(base, tmp_path / "moved")
+    moved = base.rename(tmp_path / "moved")
     resume = ["train", "--resume", str(out), "--train.steps", "3"]
     refused(resume, f"{base / 'config.json'} cannot be read")
     assert main([*resume, "--model.folder", str(moved)]) == 0, capsys.readouterr().err
@@ -203,6 +203,7 @@ def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe,
         assert (data.train.num_windows < 9) == (packing == "best_fit")
         train(found, init_from=base)
         if packing == "best_fit":
+            assert isinstance(data.train, PackedDocuments)
             theirs, batch = AutoModelForCausalLM.from_pretrained(base), data.train.read(np.arange(1))
             rows = device_batch(batch, CPU)
             with torch.no_grad():
