@@ -93,9 +93,11 @@ def _matched(
         raise ValueError(f"{unknown[0]}: the configuration has no such tensor")
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
-    """``tensor``, of ``name``. ValueError: it has a NaN or an infinity."""
-    if tensor.numel() and not all(map(math.isfinite, tensor.aminmax())):  # ten times as fast as isfinite
+def _tensor(file_of: dict[str, Any], name: str, device: torch.device | str) -> Tensor:
+    """The tensor ``name``, on ``device``. ValueError: it has a NaN or an infinity."""
+    tensor: Tensor = file_of[name].get_tensor(name).to(device)
+    ends = torch.stack(tensor.aminmax()).tolist() if tensor.numel() else ()  # ten times as fast as isfinite
+    if not all(map(math.isfinite, ends)):
         raise ValueError(f"{name} is not finite; take the model from before it was, such as an earlier checkpoint")
     return tensor
 
@@ -188,7 +190,7 @@ def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype
         _require_shapes(config, file_of)
         model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
         parameters = model.state_dict()
-        for piece, tensor in _matched(config, file_of, lambda name: _finite(name, file_of[name].get_tensor(name))):
+        for piece, tensor in _matched(config, file_of, lambda name: _tensor(file_of, name, device or "cpu")):
             piece.of_ours(parameters[piece.ours]).copy_(tensor)
     return model
 
@@ -205,8 +207,10 @@ def _require_shapes(config: ModelConfig, file_of: dict[str, Any]) -> None:
         pass
 
 
-def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Each of our parameters by name, assembled from the folder's tensors; memory holds one at a time.
+def whole_parameters(
+    folder: Path, config: ModelConfig, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Each of our parameters by name, assembled on ``device`` from the folder's tensors; memory holds one at a time.
 
     Raises:
         ValueError: as `_matched`, or a file is missing or damaged.
@@ -215,7 +219,7 @@ def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, T
     with _opened(folder) as file_of:
         _require_shapes(config, file_of)
         shapes = _meta_state(config)
-        for piece, tensor in _matched(config, file_of, lambda name: _finite(name, file_of[name].get_tensor(name))):
+        for piece, tensor in _matched(config, file_of, lambda name: _tensor(file_of, name, device)):
             if piece.ours != name:  # the pieces of a parameter are consecutive
                 if name:
                     yield name, whole
