@@ -15,14 +15,14 @@ from helpers import losses, raises_one_line
 from peft import PeftModel
 from processes import run as run_processes
 from test_hf_quantized import wide
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.data import PackedDocuments
 from tilemoe.data.tokenizer import ByteTokenizer
 from tilemoe.integrations.hf_decoder import HFDecoder
-from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
+from tilemoe.integrations.quantized import TilemoeConfig, dequantize_experts, quantize_experts
 from tilemoe.testing import relative_error
 from tilemoe.train.checkpoints.folder import open_checkpoint
 from tilemoe.train.checkpoints.initial import adopt
@@ -33,6 +33,12 @@ from tilemoe.train.loop import Trainer
 from tilemoe.train.run import train
 
 CPU = torch.device("cpu")
+BITS = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
 LORA = LoRAConfig(rank=2, alpha=4.0)
 FIRST = 3  # step with a checkpoint
 
@@ -58,11 +64,15 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def plain_losses(recipe: Recipe, folder: Path, adapters: Path) -> list[float]:
     """Of a loop over PEFT's model, with transformers' own experts, whose weights are those that the run decodes."""
     assert recipe.lora is not None
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    if recipe.lora.storage != "dense":
-        quantize_experts(theirs, recipe.lora.storage)
-        dequantize_experts(theirs)
-    theirs.set_experts_implementation("eager")
+    if recipe.lora.linear == "nf4":
+        config = TilemoeConfig(recipe.lora.storage, BITS)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    else:
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        if recipe.lora.storage != "dense":
+            quantize_experts(theirs, recipe.lora.storage)
+            dequantize_experts(theirs)
+        theirs.set_experts_implementation("eager")
     initial = build_model(recipe, CPU)
     assert isinstance(initial, HFDecoder)
     adapters.mkdir()
@@ -216,6 +226,27 @@ def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe,
     packed = replace(found, data=replace(found.data, packing="best_fit"))
     with raises_one_line("Qwen3NextForCausalLM does not keep packed documents apart; use --data.packing one_document"):
         build_model(packed, CPU)
+
+
+def test_other_linear_layers_in_4_bit(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = write_base("gpt_oss", tmp_path / "base")
+    recipe = adapted(moe_recipe, base, "mxfp4", steps=3, eval_every=0, save_every=0)
+    recipe = replace(recipe, lora=replace(LORA, storage="mxfp4", linear="nf4", base=str(base)))
+    expected = plain_losses(recipe, base, tmp_path / "initial")
+    train(recipe, init_from=base)
+    run = Path(recipe.train.out_dir)
+    assert losses(run) == pytest.approx(expected, rel=1e-4)
+    assert losses(run) != pytest.approx(plain_losses(replace(recipe, lora=LORA), base, tmp_path / "dense"), rel=1e-4)
+    checkpoint = open_checkpoint(run / "step_00000003")
+    train(replace(checkpoint.state.recipe, train=replace(recipe.train, steps=4)), checkpoint)
+    assert main(["export", "--checkpoint", str(run), "--out", str(tmp_path / "merged")]) == 2
+    assert "linear layers in 4 bit are not merged; export --adapter" in capsys.readouterr().err
+    assert main(["export", "--checkpoint", str(run), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
+    with raises_one_line("lora.linear 'nf4' is for experts in 4 bit; give --lora.storage, too"):
+        LoRAConfig(linear="nf4")
+    with raises_one_line("lora.linear 'nf4' is for models of transformers' own classes; leave it out"):
+        replace(moe_recipe, lora=LoRAConfig(storage="nf4", linear="nf4"))
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ from tilemoe.runtime.random import uniform_
 
 DENSE, _FLEX = "dense", "flex_attention"
 _MIXER = re.compile(r"attn|attention|mamba|mixer|conv")  # in the name of what mixes tokens in a layer
+_LINEAR = ("Linear", "Linear4bit")  # not what a class makes of them, whose forward is another
 # What PEFT takes for parts of stacked weights, wherever they are; what chooses keys has no gradient.
 _LEFT_OUT = re.compile(r"(gate_proj|up_proj|down_proj)$|indexer\b")
 _PROBE = 4  # tokens of a document
@@ -158,6 +159,10 @@ class HFDecoder(nn.Module):
         """Write transformers' folder of the weights with the adapters in them, in the base's dtype."""
         from tilemoe.integrations.quantized import dequantize_experts
 
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            raise ValueError(
+                "linear layers in 4 bit are not merged; export --adapter, and merge it into the bf16 model"
+            )
         dequantize_experts(self.peft)
         merged = self.peft.merge_and_unload()
         merged.to(_config(self.config).dtype).save_pretrained(folder)
@@ -191,14 +196,14 @@ class HFDecoder(nn.Module):
 
 
 def plan_decoder(
-    base: HFBase, *, rank: int, alpha: float, modules: Collection[str], storage: str, dtype: torch.dtype
+    base: HFBase, *, rank: int, alpha: float, modules: Collection[str], storage: str, linear: str, dtype: torch.dtype
 ) -> HFDecoder:
     """What `load_decoder` makes, on the meta device: no weight is read.
 
     ValueError: transformers or PEFT is missing, or the class, its loss, experts, widths or storage are none that are
     served; one line.
     """
-    _options(base, storage)
+    _options(base, storage, linear)
     config = _config(base)
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
@@ -221,12 +226,14 @@ def load_decoder(
     alpha: float,
     modules: Collection[str],
     storage: str,
+    linear: str,
     dtype: torch.dtype,
     device: torch.device,
     home: torch.device,
     generator: torch.Generator,
 ) -> HFDecoder:
-    """The base, frozen, in ``dtype``, its experts stored as ``storage`` says, with adapters in fp32 in training mode.
+    """The base, frozen, in ``dtype``, its experts stored as ``storage`` says and other linear layers as ``linear``,
+    "dense" or "nf4", with adapters in fp32 in training mode.
 
     It lies on ``home`` and will compute on ``device``. ``modules`` as of `add_lora`. The adapters' values depend on the
     generator's state alone.
@@ -235,7 +242,7 @@ def load_decoder(
     """
     config = _config(base)
     kind = _class_of(base, config)
-    more: dict[str, Any] = _options(base, storage)
+    more: dict[str, Any] = _options(base, storage, linear)
     if home.type != "cpu":
         more["device_map"] = {"": str(home)}
     integration.register()
@@ -257,6 +264,9 @@ def load_decoder(
             f"{base.folder}: the weights and {kind.__name__} differ in {wrong[0]}; save or download it again"
         )
     _require_finite(model, base)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # by which bitsandbytes' layers only evaluate from then on
+            module.support_avx512bf16_for_cpu = False
     decoder = _adapted(model, base, rank, alpha, modules)
     for name, parameter in decoder.named_parameters():
         if ".lora_A." in name:
@@ -310,7 +320,7 @@ def _attention(model: Any) -> list[str]:
     for layer in model.base_model.layers:
         for name, mixer in layer.named_children():
             if _MIXER.search(name) and "norm" not in name and not any(integration.experts_modules(mixer)):
-                linear = [inner for inner, each in mixer.named_modules() if type(each) is nn.Linear]
+                linear = [inner for inner, each in mixer.named_modules() if type(each).__name__ in _LINEAR]
                 found.update(f"{name}.{inner}".removesuffix(".") for inner in linear if not _LEFT_OUT.match(inner))
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layers of attention; use --lora.modules experts")
@@ -348,26 +358,30 @@ def _class_of(base: HFBase, config: Any) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def _options(base: HFBase, storage: str) -> dict[str, Any]:
-    """Of `from_pretrained`. ValueError: the folder's experts are stored otherwise."""
+def _options(base: HFBase, storage: str, linear: str) -> dict[str, Any]:
+    """Of `from_pretrained`. ValueError: the folder's weights are stored otherwise."""
     require_peft()
-    from transformers import Mxfp4Config
+    from transformers import BitsAndBytesConfig, Mxfp4Config
 
     from tilemoe.integrations.quantized import TilemoeConfig, register_quantizer
 
     register_quantizer()
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    beside = None if linear == DENSE else BitsAndBytesConfig(**four, bnb_4bit_compute_dtype=torch.bfloat16)
     stored = read_settings(Path(base.folder) / CONFIG_FILE).get("quantization_config")
     if stored is None:
-        return {} if storage == DENSE else {"quantization_config": TilemoeConfig(storage)}
+        return {} if storage == DENSE else {"quantization_config": TilemoeConfig(storage, beside)}
     method = stored.get("quant_method") if isinstance(stored, dict) else stored
     kind = stored["experts"] if method == integration.NAME else method
-    if kind == storage:
-        return {"quantization_config": TilemoeConfig(storage)} if method == kind else {}
+    if kind == storage and method == kind:
+        return {"quantization_config": TilemoeConfig(storage, beside)}
+    if kind == storage and (stored["linear"] is None) == (beside is None):
+        return {}
     if method == Mxfp4Weight.name and storage == DENSE:
         return {"quantization_config": Mxfp4Config(dequantize=True)}
     raise ValueError(
-        f"{base.folder}: config.json: quantization_config is of {shown(kind)}, which lora.storage {storage!r} does not "
-        "read; give the model in bf16, or, of a format of --lora.storage, that"
+        f"{base.folder}: config.json: quantization_config is of {shown(kind)}, which lora.storage {storage!r} with "
+        f"lora.linear {linear!r} does not read; give the model in bf16, or, of a format of --lora.storage, that"
     )
 
 

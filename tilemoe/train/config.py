@@ -151,6 +151,7 @@ class LoRAConfig:
     alpha: float = 16.0  # an adapter's product is multiplied by alpha / rank
     modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
     storage: Storage = "dense"  # of the frozen experts; in 4 bit all else that is frozen is kept in bf16
+    linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside experts in 4 bit, by bitsandbytes
     train_router: bool = False  # train the routers' own weights, too
     train_norms: bool = False  # and the norms'
     base: str | None = None  # base model that an exported adapter names; default: that of --init-from
@@ -161,6 +162,8 @@ class LoRAConfig:
             raise ValueError(f"lora.modules must be experts, attention or both, got {self.modules!r}")
         if self.storage != "dense" and "experts" not in self.modules:
             raise ValueError(f"lora.storage {self.storage!r} is of experts with adapters; add experts to lora.modules")
+        if self.linear != "dense" and self.storage == "dense":
+            raise ValueError(f"lora.linear {self.linear!r} is for experts in 4 bit; give --lora.storage, too")
         if self.base is not None:
             require_text("lora.base", self.base)
 
@@ -266,7 +269,11 @@ class Recipe:
     def _check_lora(self, lora: LoRAConfig) -> None:
         if self.optim.name == "muon":
             raise ValueError("optim.name 'muon' does not train adapters; use --optim.name adamw or adamw8bit")
-        if "experts" not in lora.modules or isinstance(self.model, HFBase):
+        if isinstance(self.model, HFBase):
+            return
+        if lora.linear != "dense":
+            raise ValueError(f"lora.linear {lora.linear!r} is for models of transformers' own classes; leave it out")
+        if "experts" not in lora.modules:
             return
         moe = self.model.moe
         if moe is None:

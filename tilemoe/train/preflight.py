@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -45,6 +46,11 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         require_torchao()
     if recipe.optim.name == "adamw8bit":
         optim.require_torchao()
+    if recipe.lora is not None and recipe.lora.linear != "dense":
+        if find_spec("bitsandbytes") is None:
+            raise ValueError("lora.linear 'nf4' needs bitsandbytes: pip install bitsandbytes, or leave it out")
+        if not job.is_alone:
+            raise ValueError("lora.linear 'nf4' is for one process; leave it out")
     if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
         recipe.model.moe.require_learnable_router()
     if is_new:

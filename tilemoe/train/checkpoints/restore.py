@@ -97,7 +97,7 @@ def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HF
     assert isinstance(base, HFBase), "else it were `make_decoder`'s"
     assert lora is not None, "`Recipe.require_trainable` asked"
     settings: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "modules": lora.modules}
-    settings |= {"storage": lora.storage, "dtype": frozen_dtype(recipe, device)}
+    settings |= {"storage": lora.storage, "linear": lora.linear, "dtype": frozen_dtype(recipe, device)}
     if home.type == "meta":
         return plan_decoder(base, **settings)
     generator = torch.Generator().manual_seed(recipe.train.seed)
