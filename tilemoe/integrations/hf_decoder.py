@@ -186,7 +186,13 @@ class HFDecoder(nn.Module):
         from transformers.masking_utils import create_masks_for_generate
 
         like = self.model.get_input_embeddings().weight.new_empty(*documents.positions.shape, 0)
-        return create_masks_for_generate(self.model.config, like, None, None, documents.positions)
+        return create_masks_for_generate(
+            self.model.config,
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=documents.positions,
+        )
 
     def _count(self, name: str, experts: Any, given: tuple[Tensor, ...]) -> None:
         """Keep how many pairs each expert of a layer gets; what the backward recomputes finds the same again."""
