@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers import auto
 
-from tilemoe.integrations.quantized import TilemoeConfig, quantize_experts, register_quantizer, unregister_quantizer
+from tilemoe.integrations.quantized import (
+    TilemoeConfig,
+    dequantize_experts,
+    quantize_experts,
+    register_quantizer,
+    unregister_quantizer,
+)
 from tilemoe.integrations.quantized_weight import FrozenWeight, quantize_weight, quantized_weights
 from tilemoe.kernels.experts.formats.mxfp4 import quantize_mxfp4
 from tilemoe.testing import assert_equal
@@ -69,6 +75,23 @@ def test_a_folder_loads_in_4_bit_and_back_to_the_bit(family: str, tmp_path: Path
     assert_equal(step(peft)[:2], step(adapted(model.train()))[:2])
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_a_folder_in_4_bit_is_saved_dense(family: str, tmp_path: Path) -> None:
+    """Under the names that transformers reads."""
+    folder = tmp_path / "plain"
+    if family == "gpt_oss":
+        plain, config = gpt_oss_folder(folder), TilemoeConfig("mxfp4")
+    else:
+        plain, config = saved(family, folder), None
+        loaded(plain, folder, TilemoeConfig("nf4")).save_pretrained(folder)
+    model = loaded(plain, folder, config)
+    dequantize_experts(model)
+    model.save_pretrained(tmp_path / "dense")
+    found = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert "quantization_config" not in found
+    assert_equal(tensors(loaded(plain, tmp_path / "dense")), tensors(model))
+
+
 @pytest.mark.parametrize("storage", ["nf4_double", "mxfp4"])
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
 def test_other_storages_load_and_back(family: str, storage: str, tmp_path: Path) -> None:
@@ -81,9 +104,9 @@ def test_other_storages_load_and_back(family: str, storage: str, tmp_path: Path)
         assert_equal(tensors(loaded(plain, tmp_path / "saved", config)), tensors(model))
 
 
-def gpt_oss_folder(folder: Path) -> PreTrainedModel:
+def gpt_oss_folder(folder: Path, **more: Any) -> PreTrainedModel:
     """A folder as gpt-oss's own, which transformers' loader knows; experts in bf16 are exactly its MXFP4."""
-    plain: PreTrainedModel = wide("gpt_oss").bfloat16()
+    plain: PreTrainedModel = wide("gpt_oss", **more).bfloat16()
     state = plain.state_dict()
     for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         packed = quantize_mxfp4(state.pop(name).mT)

@@ -15,6 +15,7 @@ from helpers import losses, raises_one_line
 from peft import PeftModel
 from processes import run as run_processes
 from test_hf_quantized import wide
+from test_hf_quantized_folders import gpt_oss_folder
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tilemoe.cli.main import main
@@ -136,6 +137,20 @@ def test_a_run_is_a_plain_loop_goes_on_bit_for_bit_and_is_exported(
         assert relative_error(plain(ids).logits, ours) > 0.01
         assert relative_error(merged(ids).logits, ours) < 1e-5
         assert relative_error(PeftModel.from_pretrained(plain, tmp_path / "adapter")(ids).logits, ours) < 1e-5
+
+
+@pytest.mark.parametrize("storage", ["dense", "mxfp4"])
+def test_a_folder_of_gpt_oss_s_own_is_exported_whole(storage: str, moe_recipe: Recipe, tmp_path: Path) -> None:
+    gpt_oss_folder(base := tmp_path / "base", vocab_size=256)
+    ByteTokenizer().save(base / "tokenizer.json")
+    recipe = adapted(moe_recipe, base, storage, steps=1, eval_every=0, sample_tokens=0)
+    train(recipe, init_from=base)
+    assert main(["export", "--checkpoint", recipe.train.out_dir, "--out", str(tmp_path / "merged")]) == 0
+    merged, found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(found.values())
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert relative_error(merged(ids).logits, restore(Path(recipe.train.out_dir), "cpu").model(ids).logits) < 1e-5
 
 
 def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -341,8 +342,11 @@ def _mark_quantized(model: nn.Module, storage: str) -> None:
 
 
 def _mark_dequantized(model: nn.Module) -> None:
-    """Undo `_mark_quantized`: what is left in 4 bit is bitsandbytes' alone."""
+    """Undo `_mark_quantized`: what is left in 4 bit is bitsandbytes' alone, and experts are saved under plain names."""
     for owner in _outermost(model):
+        if conversions := getattr(owner, "_weight_conversions", None):  # of loading, which saving would revert
+            plain = [each for each in conversions if not any(map(_is_of_4_bit, getattr(each, "operations", ())))]
+            owner._weight_conversions = plain
         quantizer = vars(owner).get("hf_quantizer")
         if not isinstance(quantizer, TilemoeQuantizer):
             continue
@@ -353,6 +357,10 @@ def _mark_dequantized(model: nn.Module) -> None:
             method = linear.quantization_config.quant_method
             vars(owner).update(hf_quantizer=linear, is_quantized=True, quantization_method=method)
             linear.postprocess_model(owner)
+
+
+def _is_of_4_bit(operation: ConversionOps) -> bool:
+    return isinstance(operation, (_Join, Mxfp4Dequantize))
 
 
 def _outermost(model: nn.Module) -> list[PreTrainedModel]:
