@@ -11,6 +11,7 @@ from helpers import raises_one_line
 
 from tilemoe.cli import train as command
 from tilemoe.cli.batch import proposal_for, proposed
+from tilemoe.config import ParallelConfig
 from tilemoe.perf.hardware import GPUS
 from tilemoe.train import run as trainer
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
@@ -65,7 +66,8 @@ def test_a_step_of_a_stated_size(run: Run, fails: Fails, taken: list[Recipe], tm
 
 def test_a_resumed_step_keeps_its_sequences(run: Run, taken: list[Recipe], finished: Path) -> None:
     """Of 8 in one process, two in each of four."""
-    assert run("train", "--resume", finished, "--train.precision", "bf16", "--data.batch-size", "auto")[0] == 0
+    options = ("--train.precision", "bf16", "--train.compile", "blocks", "--data.batch-size", "auto")
+    assert run("train", "--resume", finished, *options)[0] == 0
     assert [each.sequences_per_step for each in taken] == [2]
 
 
@@ -112,5 +114,8 @@ def test_what_cannot_be_proposed_is_one_line(fails: Fails, tmp_path: Path) -> No
         proposal_for(RECIPE, H100, 1, 24)
     with raises_one_line("data.batch_size auto plans bf16 training of all weights; give a number for adapters"):
         proposal_for(replace(RECIPE, lora=LoRAConfig(modules=("attention",))), H100, 4, 24)
+    for change in ({"train": replace(RECIPE.train, compile="none")}, {"parallel": ParallelConfig(param_dtype=None)}):
+        with raises_one_line("data.batch_size auto plans compiled blocks, gathered in bf16; add --train.compile"):
+            proposal_for(replace(RECIPE, **change), H100, 4, 24)
     start = ("train", "--recipe", "tiny", "--train.device", "cpu", "--train.out-dir", tmp_path / "run")
     assert "auto is planned for GPUs; give a number" in fails(*start, "--data.batch-size", "auto")

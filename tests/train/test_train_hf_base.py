@@ -22,6 +22,7 @@ from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.data import PackedDocuments
 from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.integrations import hf_decoder
 from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.integrations.quantized import TilemoeConfig, dequantize_experts, quantize_experts
 from tilemoe.testing import relative_error
@@ -241,6 +242,23 @@ def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe,
     packed = replace(found, data=replace(found.data, packing="best_fit"))
     with raises_one_line("Qwen3NextForCausalLM does not keep packed documents apart; use --data.packing one_document"):
         build_model(packed, CPU)
+
+
+def test_a_model_of_text_is_evaluated_on_chats_example_by_example(
+    moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its class does not keep packed documents apart, the loss is that of one that does."""
+    base, chats = write_base("gpt_oss", tmp_path / "base"), tmp_path / "chats.jsonl"
+    chats.write_text('{"prompt": "ab", "completion": "cd"}\n' * 12)
+    train(adapted(moe_recipe, base, steps=1, eval_every=0, sample_tokens=0), init_from=base)
+    words = ["--format", "chat", "--corpus", str(chats), "--heldout-every", "4"]
+    found = []
+    for apart in (True, False):
+        if not apart:
+            monkeypatch.setattr(hf_decoder, "_keeps_documents_apart", lambda _: False)
+        assert main(["eval", "--checkpoint", moe_recipe.train.out_dir, *words]) == 0
+        found.append(capsys.readouterr().out.splitlines()[-1])
+    assert found[0] == found[1]
 
 
 def test_other_linear_layers_in_4_bit(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,12 @@ def proposal_for(
     model, parallel = recipe.model, recipe.parallel
     if isinstance(model, HFBase) or recipe.lora is not None or recipe.train.precision != "bf16":
         raise ValueError("data.batch_size auto plans bf16 training of all weights; give a number for adapters or fp32")
+    is_wider = processes > 1 and parallel.param_dtype != "bfloat16"
+    if recipe.train.compile != "blocks" or is_wider:  # which take memory that is not planned
+        raise ValueError(
+            "data.batch_size auto plans compiled blocks, gathered in bf16; add --train.compile blocks and "
+            "--parallel.param-dtype bfloat16, or give a number"
+        )
     is_held = parallel.shard != 0 or not {_SHARED, _SHARD}.isdisjoint(given)
     sizes = (parallel if is_held else replace(parallel, shard=0, expert=1)).for_job(processes, model)
     gpus = sizes.shard * sizes.expert  # of a copy of the model

@@ -102,8 +102,8 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     tokenizer = restored.checkpoint.tokenizer_spec
     trained = replace(recipe.data, tokenizer=tokenizer)  # one that was trained on text may serve a chat
     settings = options.settings(trained, recipe.model.max_seq_len)
-    if isinstance(restored.model, HFDecoder) and (settings.format, settings.packing) == ("chat", "best_fit"):
-        restored.model.require_documents_apart()
+    if isinstance(restored.model, HFDecoder) and restored.model.documents_by == "rows":
+        settings = replace(settings, packing="one_document")
     # Somebody else may have made the checkpoint, so nothing is written to the cache folder that it names.
     data = prepare_data(settings, tokenizer, default_cache_dir())
     seq_len = settings.seq_len if settings.format == "text" else trained.seq_len  # what a chat is cut to
