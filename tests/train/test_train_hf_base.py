@@ -197,7 +197,14 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     assert main(["eval", "--checkpoint", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
     assert main(["generate", "--checkpoint", str(out), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+    again = ["train", *words, *lora, "--parallel.checkpointing", "block", "--resume", "auto"]
+    assert main(again) == 0, capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().out, "the command that a scheduler repeats"
     moved = base.rename(tmp_path / "moved")
+    refused(
+        ["export", "--checkpoint", str(out), "--out", str(tmp_path / "no")],
+        f"the base of these adapters is not in {base};",
+    )
     resume = ["train", "--resume", str(out), "--train.steps", "3"]
     refused(resume, f"{base / 'config.json'} cannot be read")
     assert main([*resume, "--model.folder", str(moved)]) == 0, capsys.readouterr().err
@@ -213,6 +220,9 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     ):
         (moved / "config.json").write_text(json.dumps(settings | change))
         refused(again, message)
+    (moved / "config.json").write_text(json.dumps(settings))
+    (moved / "model.safetensors").write_bytes((moved / "model.safetensors").read_bytes()[:-1])
+    refused(again, f"{moved}: it cannot be loaded")
 
 
 def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tilemoe.checks import shown
@@ -262,7 +263,7 @@ def load_decoder(
             use_safetensors=True,
             **more,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{base.folder}: it cannot be loaded ({' '.join(str(error).split())[:300]})") from error
     wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"], *found["unexpected_keys"]]))
     if wrong:

@@ -57,9 +57,14 @@ class HFBase:
 
     def require_unchanged(self) -> None:
         """ValueError: the folder is not there, or has another model."""
+        if not (Path(self.folder) / CONFIG_FILE).is_file():
+            raise ValueError(
+                f"the base of these adapters is not in {self.folder}; put it there, or a link to it, or resume with "
+                "--model.folder where it is"
+            )
         if self.with_digest() != self:
             raise ValueError(
-                f"{self.folder} has another model than the one whose adapters these are; restore its files, or go on "
+                f"{self.folder} has another model than the one whose adapters these are; restore its files, or resume "
                 "with --model.folder where they are"
             )
 

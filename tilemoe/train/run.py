@@ -139,6 +139,7 @@ def train(
     if recipe.lora is not None and checkpoint is None and init_from is None:
         raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")
     recipe.require_trainable()
+    recipe = _with_digest_of(checkpoint, recipe)
     reporter = make_reporter(recipe.train.log_every, job)
     run_dir = recipe.train.out_path
     recipe.parallel_for(job.world_size)
@@ -178,6 +179,14 @@ def train(
             return Stopped(*interrupt.args or (signal.SIGINT,))
         with stop_request() as stop_requested:
             return _fit(trainer, reporter, stop_requested)
+
+
+def _with_digest_of(checkpoint: Checkpoint | None, recipe: Recipe) -> Recipe:
+    """``recipe`` with what ``checkpoint`` knows its base by, where a command that began the run is repeated."""
+    base, known = recipe.model, None if checkpoint is None else checkpoint.state.recipe.model
+    if not (isinstance(base, HFBase) and isinstance(known, HFBase)) or base.sha256:
+        return recipe
+    return replace(recipe, model=replace(base, sha256=known.sha256))
 
 
 def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None) -> Recipe:
