@@ -13,6 +13,7 @@ QUICK = (
     window_checks.check_with_pauses,
     window_checks.check_one_cta_at_a_time_in_any_order,
     window_checks.check_results_are_computed_where_they_are_read,
+    window_checks.check_results_stay_while_other_tokens_are_sent,
     window_checks.check_results_that_others_replaced,
     window_checks.check_an_overflow,
     window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,

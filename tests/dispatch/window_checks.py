@@ -319,6 +319,16 @@ def check_results_are_computed_where_they_are_read() -> None:
             assert are_equal(found, [each[0] for each in want]) == is_right
 
 
+def check_results_stay_while_other_tokens_are_sent() -> None:
+    """Two layers in turn: dispatch, compute, dispatch, compute, combine, combine."""
+    by, made = by_files(), []
+    for seed in (1, 2):
+        here = AllToAllDispatcher(by, E).dispatch(*batch(seed)[:3])
+        made.append((here.sent, results_of(here)))
+    found = [sent.combine(o) for sent, o in made if sent is not None]
+    assert are_equal(found, [expected(batch(seed))[0] for seed in (1, 2)])
+
+
 def check_results_that_others_replaced() -> None:
     """It is said, and no rank reads them."""
     by = by_files()

@@ -28,8 +28,9 @@ from tilemoe.runtime.tensors import PLAIN
 class OpenWindow:
     """A window while it is open. By name, since a schema of torch.library takes no objects.
 
-    It lends its memory of results to who computes them, once after each exchange of tokens. By then all ranks have
-    entered an exchange after the last of results, and read none of those any more.
+    It lends its memory of results to who computes them, once after an exchange of tokens, unless others are there that
+    wait to be put. By then all ranks have entered an exchange after the last of results, and read none of those any
+    more.
     """
 
     def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
@@ -53,7 +54,9 @@ class OpenWindow:
     def begin(self, rows: Tensor, puts_results: bool) -> bool:
         """An exchange of these begins. Returns whether they are results that were computed in its memory."""
         self.follow()
-        self._can_lend = not puts_results
+        if self.has_results and not puts_results:
+            self._lent = None  # they have been put
+        self._can_lend = not puts_results and (self._lent is None or self._lent() is None)
         self.has_results = puts_results and self._lent is not None and rows is self._lent()
         if puts_results and not self.has_results:
             own = self._memory[0].data_ptr() + self.view.layout.results
