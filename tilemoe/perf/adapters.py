@@ -99,7 +99,7 @@ def working_bytes(shape: MoEShape, rank: int) -> int:
     element, rows, w, n = shape.element_bytes, shape.num_rows, shape.width, shape.intermediate_size
     o = element * shape.num_tokens * shape.hidden_size
     forward = max(w, n + rank, n + rank + 2 * widest(forward_slices(shape)))
-    backward = max(2 * n + rank, 2 * n + w + rank, w + n + 3 * rank, w + 2 * rank + 2 * widest(backward_slices(shape)))
+    backward = max(2 * n + rank, 2 * n + w + rank, w + n + 2 * rank, w + 2 * rank + 2 * widest(backward_slices(shape)))
     return o + element * rows * max(forward, backward) + _FP32 * 4 * rows
 
 
