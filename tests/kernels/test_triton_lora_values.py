@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
+from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
@@ -51,3 +54,27 @@ def test_hostile_routings(name: str, capability: int, monkeypatch: pytest.Monkey
             assert relative_error(ours, plain.double()) < 5e-6
         else:
             assert not ours.any()
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("name", ["swiglu_oai", "swiglu_clamped", "geglu", "relu2"])
+def test_the_activation_and_its_gradient(name: str, gate_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several tiles of columns, the last of them partial, and rows that no pair has."""
+    device = Device(0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
+    plan, spec, n = ROUTINGS["sentinels"], activation_spec(name, gate_up), 136
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return 4 * torch.randn(shape, generator=generator)
+
+    h, da, do = random(plan.capacity, spec.width_factor * n), random(plan.capacity, n), random(plan.num_tokens, D)
+    b2, s = random(plan.num_experts, D), torch.rand(plan.num_pairs, generator=generator)
+    rows = slice(int(plan.row_start_of_expert[-1]))
+    found, wanted = (
+        (*backend.dact(da, do, b2, h, s, plan, spec), backend.activation(h, plan, spec))
+        for backend in (TritonBackend(), TorchBackend())
+    )
+    for ours, exact in zip(found, wanted, strict=True):
+        used = rows if len(exact) == plan.capacity and exact.ndim == 2 else slice(None)
+        assert relative_error(ours[used], exact[used].double()) < 5e-6
