@@ -73,13 +73,15 @@ def make(folder: Path, case: str, layers: int | None, seed: int) -> None:
     for name, tensor in model.state_dict().items():
         found = re.match(r"model\.layers\.\d+", name)
         groups.setdefault(found.group() if found else name, {})[name] = tensor
-    index = {}
+    index, written = {}, []
     with ThreadPoolExecutor(8) as pool:
         for number, group in enumerate(groups.values()):
             file = f"model-{number:05d}.safetensors"
             blocks = [block for name, meta in group.items() for block in drawn(model_type, name, meta, generator)]
             index |= {name: file for names, _ in blocks for name in names}
-            pool.submit(write, folder / file, [(names, tensor.cpu()) for names, tensor in blocks])
+            written.append(pool.submit(write, folder / file, [(names, tensor.cpu()) for names, tensor in blocks]))
+    for each in written:
+        each.result()  # or what failed: a full disk
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 

@@ -32,3 +32,15 @@ def test_a_folder_and_its_first_step(
     assert row["loss_difference"] < 1e-3
     assert 0 < row["gradients_apart"] < 3e-2  # bf16
     capsys.readouterr()
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(finetune, "DEVICE", "cpu")
+    monkeypatch.setattr(finetune, "sources", lambda: ["def f(): return 1\n"])
+    monkeypatch.setattr(finetune, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        finetune.main(["make", str(tmp_path), "--case", "Qwen3-30B-A3B"])
+    assert not (tmp_path / "model.safetensors.index.json").exists()
