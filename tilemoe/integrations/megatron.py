@@ -46,6 +46,7 @@ from tilemoe.routing.build import plan_rows, plan_topk
 
 # Settings that change what experts compute, or how their weights are laid out or divided, and that tilemoe lacks.
 _REFUSED = ("add_bias_linear", "fp8", "fp4", "moe_apply_probs_on_input", "moe_mlp_glu_interleave_size")
+_NOT_OFFLOADED = ("expert_fc1", "moe_act", "fused_group_mlp")  # parts of Transformer Engine's experts
 _OF_MEGATRON = {"w1": "linear_fc1", "w2": "linear_fc2"}
 
 
@@ -70,6 +71,9 @@ class TileMoEExperts(MegatronModule):
             raise ValueError(
                 "transformer_impl='inference_optimized' has experts of its own; use another, or its experts"
             )
+        offloaded = config.offload_modules or () if config.fine_grained_activation_offloading else ()
+        if inside := [part for part in _NOT_OFFLOADED if part in offloaded]:
+            raise ValueError(f"offload_modules has {inside[0]!r}, which tilemoe's experts do not have; leave it out")
         if config.expert_gtp_weight_remat_size > 1:
             raise ValueError("tilemoe's experts are not divided by expert_tensor_parallel_num_weight_shards; unset it")
         self.options: Mapping[str, Any] = _options_of(config)
