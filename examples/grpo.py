@@ -50,6 +50,8 @@ class ReplayTrainer(GRPOTrainer):
             return super().training_step(*args, **more)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Tensor:
+        if not self.model.training:
+            raise ValueError("experts are replayed in training alone; leave eval_dataset out")
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         mask[:, -1] = 0
         ids = inputs["expert_ids"].permute(2, 0, 1, 3)

@@ -104,6 +104,8 @@ def test_grpo_trains_each_token_with_the_experts_that_it_was_sampled_with(
     for sampled, trained, free in seen:
         assert torch.equal(trained, sampled)
         assert not torch.equal(free, sampled)
+    with pytest.raises(ValueError, match="replayed in training alone; leave eval_dataset out"):
+        trainer.evaluate(prompts)
 
 
 @pytest.mark.usefixtures("registered")

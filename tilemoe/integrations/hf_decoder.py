@@ -247,30 +247,10 @@ def load_decoder(
 
     ValueError: as `plan_decoder`, or a weight is missing or of another shape.
     """
-    config = _config(base)
-    kind = _class_of(base, config)
-    more: dict[str, Any] = _options(base, storage, linear)
+    options = _options(base, storage, linear)
     if home.type != "cpu":
-        more["device_map"] = {"": str(home)}
-    integration.register()
-    try:
-        model, found = kind.from_pretrained(
-            base.folder,
-            dtype=dtype,
-            experts_implementation=integration.NAME,
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
-            **more,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{base.folder}: it cannot be loaded ({' '.join(str(error).split())[:300]})") from error
-    wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"], *found["unexpected_keys"]]))
-    if wrong:
-        raise ValueError(
-            f"{base.folder}: the weights and {kind.__name__} differ in {wrong[0]}; save or download it again"
-        )
-    _require_finite(model, base)
+        options["device_map"] = {"": str(home)}
+    model = _loaded(base, dtype, options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # by which bitsandbytes' layers only evaluate from then on
             module.support_avx512bf16_for_cpu = False
@@ -284,9 +264,34 @@ def load_decoder(
         if _keeps_documents_apart(decoder):
             break
         decoder.documents_by = "rows"
-    if device.type == "cuda" and not kind._supports_sdpa and kind._supports_flex_attn:
+    if device.type == "cuda" and not model._supports_sdpa and model._supports_flex_attn:
         model.set_attn_implementation(_FLEX)  # what the class has else takes S^2 numbers of each head
     return decoder
+
+
+def _loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """transformers' model with the folder's weights, every one of which is finite. ValueError: see `load_decoder`."""
+    kind = _class_of(base, _config(base))
+    integration.register()
+    try:
+        model, found = kind.from_pretrained(
+            base.folder,
+            dtype=dtype,
+            experts_implementation=integration.NAME,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{base.folder}: it cannot be loaded ({' '.join(str(error).split())[:300]})") from error
+    wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"], *found["unexpected_keys"]]))
+    if wrong:
+        raise ValueError(
+            f"{base.folder}: the weights and {kind.__name__} differ in {wrong[0]}; save or download it again"
+        )
+    _require_finite(model, base)
+    return model
 
 
 def mixes_documents(base: HFBase) -> bool:
