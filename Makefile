@@ -42,7 +42,7 @@ OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-retur
 	--no-warn-unused-ignores
 
 .PHONY: env demo test thorough fuzz faults every-cell newest-triton oldest-transformers oldest-torch newest check checks lint types \
-	docs wheel clean
+	docs wheel newcomer clean
 
 env: $(STAMP)
 
@@ -143,6 +143,10 @@ docs: env
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .
+
+# README and every quick start as written, timed in a new environment; recorded in results/newcomer.jsonl.
+newcomer: env
+	$(BIN)/python tests/docs/newcomer.py $(NOTE)
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

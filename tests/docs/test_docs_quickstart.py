@@ -1,48 +1,26 @@
 """Every code block of the quick starts and of the README runs, as by a reader who takes one page after another.
 
-A block with a title is a file, the same as the one of that name in docs/quickstart. Blocks of sh run in bash, those of
-Python in one process a page. The README's processes are new ones; those of the quick starts are copies of this one, see
-`commands.py`.
+The README's processes are new ones; those of the quick starts are copies of this one, see `commands.py`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from commands import run_by_copies
 from helpers import HANGS, write_corpus
+from pages import PAGES, ROOT, SCRIPTS, commands_of, save_model
 from safetensors.torch import load_file
 
-from tilemoe.integrations import transformers as integration
-
-ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "quickstart"
-BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
-SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py", "one_gpu.py"}
 # Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
 NOT_RUN = ("make ", "pip install", "tilemoe doctor")
 OF_THE_SCRIPT = ("tilemoe train", "tilemoe generate", "tilemoe export")  # of the README, as train_folder.sh has them
-
-
-class Block(NamedTuple):
-    language: str
-    title: str | None
-    text: str
-
-
-def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    found = [Block(*parts) for parts in BLOCK.findall(text)]
-    assert 2 * len(found) == text.count("```"), f"{page.name} has a block without a language, or one that is not closed"
-    return found
 
 
 def run(folder: Path, environment: dict[str, str], *command: str) -> str:
@@ -58,18 +36,7 @@ def run_blocks(page: Path, folder: Path, *not_run: str, run: Callable[..., str] 
     """Of a page, in order; what they print. Lines that begin with one of ``not_run`` are left out."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TILEMOE_CACHE": str(folder / "cache")}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    python, printed = "", ""
-    for language, title, text in blocks_of(page):
-        assert language in ("sh", "python", "json"), f"{page.name} has a block of {language}, which no test runs"
-        if title:
-            (folder / title).write_text(text, encoding="utf-8")
-            assert title not in SCRIPTS or text == (PAGES / title).read_text(encoding="utf-8"), title
-        elif language == "python":
-            python += text
-        else:
-            lines = [line for line in text.splitlines() if not line.startswith((*NOT_RUN, *not_run))]
-            printed += run(folder, environment, "bash", "-euo", "pipefail", "-c", "\n".join(lines)) if lines else ""
-    return printed + (run(folder, environment, "python", "-c", python) if python else "")
+    return "".join(run(folder, environment, *command) for command in commands_of(page, folder, *NOT_RUN, *not_run))
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +70,7 @@ def test_transformers(pretrained: tuple[Path, str]) -> None:
 
 
 def test_one_gpu(tmp_path: Path) -> None:
-    integration.register()
-    model, tokenizer = runpy.run_path(str(ROOT / "examples" / "trl_sft.py"))["small_model"]()
-    integration.unregister()
-    model.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    save_model(tmp_path / "base")
     printed = run_blocks(PAGES / "one-gpu.md", tmp_path)
     assert re.search(r"loss \d\.\d+ nats/token over 10 steps", printed), printed
     tensors = load_file(tmp_path / "base-nf4" / "model.safetensors")
