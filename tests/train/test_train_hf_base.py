@@ -25,6 +25,8 @@ from tilemoe.data.tokenizer import ByteTokenizer
 from tilemoe.integrations import hf_decoder
 from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.integrations.quantized import TilemoeConfig, dequantize_experts, quantize_experts
+from tilemoe.parallel.fsdp import shard_adapted
+from tilemoe.parallel.mesh import Meshes
 from tilemoe.testing import relative_error
 from tilemoe.train.checkpoints.folder import open_checkpoint
 from tilemoe.train.checkpoints.initial import adopt
@@ -290,6 +292,13 @@ def test_other_linear_layers_in_4_bit(moe_recipe: Recipe, tmp_path: Path, capsys
         LoRAConfig(linear="nf4")
     with raises_one_line("lora.linear 'nf4' is for models of transformers' own classes; leave it out"):
         replace(moe_recipe, lora=LoRAConfig(storage="nf4", linear="nf4"))
+
+
+def test_experts_in_4_bit_are_divided_evenly(moe_recipe: Recipe, tmp_path: Path) -> None:
+    model = build_model(adapted(moe_recipe, write_base("gpt_oss", tmp_path / "base"), "nf4"), CPU)
+    assert isinstance(model, HFDecoder)
+    with raises_one_line("4 experts in 4 bit are not divided evenly by 3 processes; take a number that divides them"):
+        shard_adapted(model, Meshes(ParallelConfig(shard=3), None, None))  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tilemoe.config import ParallelConfig
 from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations.hf_decoder import HFDecoder
+from tilemoe.integrations.quantized_weight import FrozenWeight
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import PackedLoRAExperts
 from tilemoe.layers.moe import MoE
@@ -53,7 +54,17 @@ def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, 
 
 
 def shard_adapted(model: HFDecoder, meshes: Meshes) -> None:
-    """Shard a model of transformers' own class, whose layers are whole in each process until then, layer by layer."""
+    """Shard a model of transformers' own class, whose layers are whole in each process until then, layer by layer.
+
+    ValueError: experts in 4 bit, of which a process takes whole ones, are not divided evenly.
+    """
+    shards = meshes.config.shard
+    for weight in model.parameters():
+        if isinstance(weight, FrozenWeight) and weight.shape[0] % shards:
+            raise ValueError(
+                f"{weight.shape[0]} experts in 4 bit are not divided evenly by {shards} processes; take a number that "
+                "divides them, --parallel.replicate, or --lora.storage dense"
+            )
     *layers, last = model.blocks
     for layer in layers:
         _shard(layer, meshes.fsdp, meshes.config, meshes.config.reshard_after_forward, None)
