@@ -39,7 +39,7 @@ from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.plan.triton import count_sort
 from tilemoe.ops import experts as library
 from tilemoe.ops import inference, lora, rounding, router, window
-from tilemoe.routing.build import plan_topk
+from tilemoe.routing.build import plan_rows, plan_topk
 from tilemoe.runtime import c_launcher as launcher
 from tilemoe.runtime import launch_trace as replay
 from tilemoe.testing import poisoned_memory
@@ -327,6 +327,15 @@ def test_operators_that_change_what_they_made() -> None:
     """In place, of views too, and a result that is a part of what was made."""
     assert_repeated(lora._run, lora_args)
     assert_repeated(lora._run_grad, lora_grad_args)
+
+
+def test_rows_in_the_experts_order() -> None:
+    def args(name: str) -> Args:
+        case = Case()
+        return case.args(name, plan_rows(torch.full((case.experts,), case.tokens // case.experts), case.tokens))
+
+    for name in ("moe", "down_proj_dgrad_dact", "down_proj_wgrad"):
+        assert_repeated(RUNS[name], partial(args, name))
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, poisoned_memory])

@@ -65,4 +65,5 @@ def plan_rows(rows_per_expert: Tensor, num_rows: int) -> RoutingPlan:
     ends = rows_per_expert.cumsum(0, dtype=torch.int32)
     rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     row_of_pair, row_start = torch.where(rows < ends[-1], rows, -1), torch.cat([ends.new_zeros(1), ends])
-    return RoutingPlan(rows, rows, row_of_pair, None, row_start, ends.shape[0], num_rows, unchecked=True)
+    # A copy: launches of operands that share memory are not repeated.
+    return RoutingPlan(rows, rows.clone(), row_of_pair, None, row_start, ends.shape[0], num_rows, unchecked=True)
