@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from tilemoe.bench import record, timing
+from tilemoe.bench.check import Difference
 from tilemoe.bench.record import Row
 
 NAME = "finetune"
@@ -261,7 +262,14 @@ def sft(folder: Path, args: argparse.Namespace) -> Row:
     except torch.OutOfMemoryError as error:
         problem = ". ".join(str(error).split(". ")[:2])
     losses = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
-    return {"trained": trained, "problem": problem, "losses": losses, "loading": loading, **card(), **clock.row(args)}
+    return {
+        "trained": trained,
+        "problem": problem,
+        "losses": losses,
+        "loading": loading,
+        **card(),
+        **speed(clock.ends, args.tokens),
+    }
 
 
 def card() -> Row:
@@ -283,12 +291,14 @@ class _Clock(transformers.TrainerCallback):
         timing.synchronize()
         self.ends.append(time.perf_counter())
 
-    def row(self, args: argparse.Namespace) -> Row:
-        seconds = [after - before for before, after in pairwise(self.ends)][WARM_STEPS:]
-        if not seconds:
-            return {}
-        middle = statistics.median(seconds)
-        return {"step_seconds": round(middle, 4), "tokens_per_second": round(args.tokens / middle)}
+
+def speed(ends: list[float], tokens: int) -> Row:
+    """Of steps of so many tokens that ended at these seconds; nothing where all are `WARM_STEPS`."""
+    seconds = [after - before for before, after in pairwise(ends)][WARM_STEPS:]
+    if not seconds:
+        return {}
+    middle = statistics.median(seconds)
+    return {"step_seconds": round(middle, 4), "tokens_per_second": round(tokens / middle)}
 
 
 # -------------------------------------------------------------------------------------------------------- tilemoe train
@@ -318,14 +328,11 @@ def train(folder: Path, args: argparse.Namespace) -> Row:
         raise SystemExit(f"tilemoe train ended with {process.returncode}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
-    ends = [line["seconds"] for line in steps]
-    seconds = [after - before for before, after in pairwise(ends)][WARM_STEPS:]
-    middle = statistics.median(seconds)
     return {
         "losses": [round(line["nats_per_token"], 5) for line in steps],
         "heldout": [round(line["nats_per_token"], 5) for line in lines if line["kind"] == "eval"],
         "loading": {"host_anonymous_bytes": host.end()}, "card_bytes": peak - before, "problem": None,
-        "step_seconds": round(middle, 4), "tokens_per_second": round(args.tokens / middle),
+        **speed([line["seconds"] for line in steps], args.tokens),
     }  # fmt: skip
 
 
@@ -374,8 +381,10 @@ def first(folder: Path, args: argparse.Namespace) -> Row:
 
 def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """RMS-relative."""
-    squares = [(float((ours[name] - theirs[name]).square().sum()), float(theirs[name].square().sum())) for name in ours]
-    return float(sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5
+    sums = Difference()
+    for name, gradient in theirs.items():
+        sums.add(ours[name], gradient)
+    return sums.relative()
 
 
 def main(arguments: list[str] | None = None) -> None:
