@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilemoe.checks import spelled
+from tilemoe.cli.parsing import options_given
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Kept
 from tilemoe.models.hf_base import HFBase
 from tilemoe.perf.hardware import Gpu, find_gpu
@@ -101,8 +102,7 @@ def proposed(recipe: Recipe, proposal: Proposal, given: Collection[str] = frozen
 
 def options_in(words: Sequence[str]) -> set[str]:
     """The options that are given, of a switch as if it were set."""
-    names = (spelled(word.partition("=")[0]) for word in words if word.startswith("--"))
-    return {re.sub(r"\bno-", "", name) for name in names}
+    return {re.sub(r"\bno-", "", name) for name in options_given(words)}
 
 
 def gpu_here(recipe: Recipe, job: Job) -> Gpu:

@@ -70,10 +70,14 @@ _INTEGER = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
+def options_given(words: Sequence[str]) -> list[str]:
+    """The options on a command line, in their canonical spelling."""
+    return [spelled(word.partition("=")[0]) for word in words if word.startswith("--")]
+
+
 def _unknown_option(known: Sequence[str], arguments: Sequence[str]) -> str | None:
     """A message about the first option that there is not, with the one most like it; None: there are all."""
-    given = (spelled(word.partition("=")[0]) for word in arguments if word.startswith("--"))
-    unknown = next((name for name in given if re.sub(r"\bno-", "", name) not in known), None)
+    unknown = next((name for name in options_given(arguments) if re.sub(r"\bno-", "", name) not in known), None)
     if unknown is None:
         return None
     likeness, best = max((_likeness(unknown, option), option) for option in known)

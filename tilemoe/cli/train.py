@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilemoe.checks import expand_user
 from tilemoe.cli.batch import accumulated, gpu_here, options_in, proposal_for, proposed, sequences_of, without_auto
-from tilemoe.cli.parsing import parse
+from tilemoe.cli.parsing import options_given, parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.files import default_cache_dir
 from tilemoe.models.folder import find_folder, is_hf
@@ -84,7 +84,7 @@ def _run(arguments: Sequence[str], job: Job) -> None:
             print(f"note: {line}")
     if job.is_first and (line := import_line(recipe.model)):
         print(f"note: {line}")
-    is_theirs = bool(resume) and known.recipe is None and not _is_given("--data.cache-dir", overrides)
+    is_theirs = bool(resume) and known.recipe is None and "--data.cache-dir" not in options_given(overrides)
     result = train(recipe, checkpoint, job, init_from, default_cache_dir() if is_theirs else None)
     if isinstance(result, Stopped):
         # A shell expects this status of a stopped command; torchrun would take it for a failure and restart the job.
@@ -119,11 +119,6 @@ def _with_batch(
     if job.is_first:
         print(f"data.batch_size auto: {proposal}")
     return proposed(recipe, proposal, given)
-
-
-def _is_given(option: str, words: Sequence[str]) -> bool:
-    """Whether an option is on the command line, in any of the forms that are understood."""
-    return any(word.partition("=")[0].replace("_", "-") == option for word in words)
 
 
 def _initial(name: str, resume: str | None) -> Path:
@@ -215,7 +210,7 @@ def _with_width(model: ModelConfig | HFBase, overrides: Sequence[str]) -> list[s
     """The options, and the model's width for its experts, too, where theirs is not given."""
     found = list(overrides)
     ours, theirs = "--model.hidden-size", "--model.moe.hidden-size"
-    if model.moe is None or _is_given(theirs, overrides):
+    if model.moe is None or theirs in options_given(overrides):
         return found
     for place, word in enumerate(overrides):
         name, _, value = word.partition("=")
