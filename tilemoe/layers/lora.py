@@ -23,7 +23,7 @@ from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.random import local_part
+from tilemoe.runtime.random import local_part, shared_as
 from tilemoe.runtime.tensors import require_factory
 
 EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
@@ -208,12 +208,7 @@ class PackedLoRAExperts(LoRAExperts):
 
 def _viewed(stored: Tensor, given: torch.dtype, wanted: torch.dtype) -> Tensor:
     """Bytes of the type ``given`` as those of another; anything else as it is."""
-    if stored.dtype != given:
-        return stored
-    if not isinstance(stored, DTensor):
-        return stored.view(wanted)
-    mesh, placements, local = stored.device_mesh, stored.placements, stored.to_local().view(wanted)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=stored.shape, stride=stored.stride())
+    return shared_as(stored, local_part(stored)[0].view(wanted)) if stored.dtype == given else stored
 
 
 def _give_bytes(experts: PackedLoRAExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

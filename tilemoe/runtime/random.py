@@ -83,6 +83,19 @@ def local_part(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return weight.to_local(), tuple(starts)
 
 
+def shared_as(whole: Tensor, local: Tensor, *shape: int) -> Tensor:
+    """A tensor of ``shape``, ``whole``'s if none is given, of which ``local`` is this process' part, as of ``whole``:
+    the inverse of `local_part`.
+    """
+    if not hasattr(whole, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(whole, DTensor), type(whole)
+    size, stride = torch.Size(shape or whole.shape), (1,) if shape else whole.stride()
+    return DTensor.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=size, stride=stride)
+
+
 def _mix32(z: Tensor, key: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finaliser (Appleby, public domain) of z (r, C), in place, with a key (r, 1) in its midst."""
     z ^= (z >> 16) & 0xFFFF  # PyTorch's shift keeps the sign

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.layers.mlp import MLP
-from tilemoe.runtime.random import local_part
+from tilemoe.runtime.random import local_part, shared_as
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
@@ -95,7 +95,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     class _AdamW8bit(AdamW8bit):
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             local = local_part(p)[0]
-            return _shared_as(p, _zeros8bit(local, signed)) if in_blocks(p) else torch.zeros_like(p)
+            return shared_as(p, _zeros8bit(local, signed)) if in_blocks(p) else torch.zeros_like(p)
 
         def step(self, closure: Any = None) -> Any:
             on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"  # for which a compiler may be missing
@@ -141,16 +141,7 @@ def in_blocks(parameter: Tensor) -> bool:
 def blocks_like(parameter: Tensor) -> Tensor:
     """Memory for the scales of a moment that is `in_blocks`: shared as the parameter is, in the order of its rows."""
     local = local_part(parameter)[0]
-    return _shared_as(parameter, torch.empty(local.numel() // BLOCK, device=local.device), parameter.numel() // BLOCK)
-
-
-def _shared_as(parameter: Tensor, local: Tensor, *shape: int) -> Tensor:
-    """This process' part of a tensor of ``shape``, the parameter's if None is given, that is shared as that is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, size = parameter.device_mesh, torch.Size(shape or parameter.shape)
-    stride = (1,) if shape else parameter.stride()
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=size, stride=stride)
+    return shared_as(parameter, torch.empty(local.numel() // BLOCK, device=local.device), parameter.numel() // BLOCK)
 
 
 def _zeros8bit(like: Tensor, is_signed: bool) -> Any:
@@ -164,8 +155,8 @@ def _parts_of(moment: Tensor) -> dict[str, Tensor]:
     local: Any = local_part(moment)[0]
     if not hasattr(local, "codes"):
         return {"": moment}
-    scale = _shared_as(moment, local.scale, moment.numel() // BLOCK)
-    return {".codes": _shared_as(moment, local.codes), ".scale": scale}
+    scale = shared_as(moment, local.scale, moment.numel() // BLOCK)
+    return {".codes": shared_as(moment, local.codes), ".scale": scale}
 
 
 def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
@@ -175,7 +166,7 @@ def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
     codes = local_part(parts[".codes"])[0]
     made = _zeros8bit(codes, name == "exp_avg")
     made.codes, made.scale = codes, local_part(parts[".scale"])[0]
-    return _shared_as(parts[".codes"], made)
+    return shared_as(parts[".codes"], made)
 
 
 def split_name(full_name: str) -> tuple[str, str, str]:
