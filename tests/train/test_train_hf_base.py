@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import losses, raises_one_line
 from peft import PeftModel
 from processes import run as run_processes
 from test_hf_quantized import wide
 from test_hf_quantized_folders import gpt_oss_folder
+from test_train_lora import losses_of_a_plain_loop
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tilemoe.cli.main import main
@@ -33,7 +33,6 @@ from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.config import DataConfig, LoRAConfig, Recipe
 from tilemoe.train.datasets import device_batch, prepare_data
-from tilemoe.train.loop import Trainer
 from tilemoe.train.run import train
 
 CPU = torch.device("cpu")
@@ -82,19 +81,7 @@ def plain_losses(recipe: Recipe, folder: Path, adapters: Path) -> list[float]:
     adapters.mkdir()
     initial.save_adapters(adapters, None)
     peft = PeftModel.from_pretrained(theirs, adapters, is_trainable=True).train()
-    trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    sampler = Trainer(recipe, initial, prepare_data(recipe.data, recipe.data.tokenizer), CPU).sampler
-    found = []
-    for step in range(recipe.train.steps):
-        inputs, targets = map(torch.from_numpy, sampler.batch(step)[:2])
-        loss = F.cross_entropy(peft(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, recipe.optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return losses_of_a_plain_loop(peft, recipe, initial)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,23 @@ def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
     return dict(restore(Path(recipe.train.out_dir), "cpu").model.state_dict())
 
 
+def losses_of_a_plain_loop(peft: Any, recipe: Recipe, initial: Any) -> list[float]:
+    """Of each step of a loop over PEFT's model, with AdamW and clipping of PyTorch; ``initial``: the run's model."""
+    adapters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    sampler = Trainer(recipe, initial, prepare_data(recipe.data, recipe.data.tokenizer), CPU).sampler
+    found = []
+    for step in range(recipe.train.steps):
+        inputs, targets = map(torch.from_numpy, sampler.batch(step)[:2])
+        loss = F.cross_entropy(peft(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(adapters, recipe.optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 @pytest.mark.parametrize("name", of_models("qwen3_moe"))
 def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: Recipe, tmp_path: Path) -> None:
     """With AdamW and clipping of PyTorch; what is exported afterwards, merged or not, computes what the run does."""
@@ -60,18 +77,7 @@ def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: R
     (tmp_path / "initial").mkdir()
     save_adapter(initial, tmp_path / "initial")
     peft = PeftModel.from_pretrained(theirs, tmp_path / "initial", is_trainable=True)
-    adapters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    sampler = Trainer(recipe, initial, prepare_data(recipe.data, recipe.data.tokenizer), CPU).sampler
-    expected = []
-    for step in range(steps):
-        inputs, targets = map(torch.from_numpy, sampler.batch(step))
-        loss = F.cross_entropy(peft(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(adapters, recipe.optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of_a_plain_loop(peft, recipe, initial)
     train(recipe, init_from=tmp_path / "base")
     found = losses(Path(recipe.train.out_dir))
     assert found[0] == pytest.approx(expected[0], rel=1e-5), "the adapters are 0"
