@@ -122,7 +122,7 @@ class TritonBackend(Backend):
         tile_m = tile_rows(do.element_size(), device_of(do))
         launch, dh, a_scaled, partial = dact.dact_launch(da.contiguous(), h.contiguous(), s, plan, spec)
         launch.run()
-        return dh, score_grad(partial, do, b2, s, plan, tile_m), a_scaled
+        return dh, score_grad(partial, aligned_rows(do), b2, s, plan, tile_m), a_scaled
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
@@ -235,11 +235,15 @@ def _times_packed(
 
 
 def score_grad(partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tile_m: int) -> Tensor:
-    """ds like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d).
+    """ds like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are
+    aligned.
 
     tile_m: the height of the row tiles that it takes.
     """
-    products = None if b2 is None else bias_grad.row_products(do, b2)
+    products = None
+    if b2 is not None:
+        launch, products = bias_grad.products_launch(do, aligned_rows(b2), device_of(do))
+        launch.run()
     launch, ds = host.score_grad_launch(partial, products, s, plan, tile_m)
     launch.run()
     return ds
