@@ -18,6 +18,9 @@ QUICK = (
     window_checks.check_an_overflow,
     window_checks.check_one_rank_has_more_tokens_than_there_is_room_for,
     window_checks.check_what_a_layer_saves,
+    window_checks.check_nothing_is_pulled_that_nobody_needs,
+    window_checks.check_scores_of_another_dtype_in_turn,
+    window_checks.check_a_window_that_inference_opened,
     window_checks.check_saved_bytes_follow_each_layer,
     window_checks.check_one_graph,
 )

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -174,11 +175,23 @@ def test_an_exchange_on_another_stream_follows_the_last(monkeypatch: pytest.Monk
 
     view = SimpleNamespace(state=SimpleNamespace(is_cuda=True, device=GPU))
     opened = OpenWindow("planted", view, None)  # type: ignore[arg-type]
+    assert not opened.is_captured
     for stream, captures in (("a", False), ("a", False), ("b", False), ("c", True), ("b", False), ("a", False)):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: Stream(stream))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
         opened.follow()
     assert waits == [("b", "a"), ("a", "b")]
+    assert opened.is_captured
+
+
+def test_a_window_lives_as_long_as_graphs_may_read_it(opened: list[int]) -> None:
+    own = windows(opened)
+    for is_captured in (False, True):
+        first = own.with_room(300, 2400, 1, 512)
+        first.is_captured, known = is_captured, ref(first)
+        del first
+        own.grow(own.rows + 1)
+        assert (known() is not None) == is_captured
 
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ from tilemoe.dispatch.window import Windows
 from tilemoe.kernels.expert_parallel import triton_window as window
 from tilemoe.layers.moe import MoE
 from tilemoe.ops import window as window_ops
+from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.parallel.expert import divide_experts
 from tilemoe.plan import RoutingPlan
 
@@ -88,13 +89,13 @@ def view_of(by: Transports) -> window.Window:
     return found.view
 
 
-def forward(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL) -> tuple[Tensor, list[Tensor]]:
+def forward(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """(o, the leaves that need gradients)"""
     w1, w2, *_ = make_weights(torch.float32).of(experts_of(dist.get_rank()))
     leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((given.x, given.scores, w1, w2), needs, strict=True)]
     dispatcher = AllToAllDispatcher(by, E)
     here = dispatcher.dispatch(leaves[0], given.plan, leaves[1])
-    sums = tilemoe.moe(here.x, leaves[2], leaves[3], here.plan, here.scores)
+    sums = tilemoe.moe(here.x, leaves[2], leaves[3], here.plan, here.scores, **options)
     return dispatcher.combine(sums, here), [leaf for leaf in leaves if leaf.requires_grad]
 
 
@@ -103,13 +104,17 @@ def backward(made: tuple[Tensor, list[Tensor]], given: Batch, **options: Any) ->
     return [o.detach(), *torch.autograd.grad(o, leaves, given.do, **options)]
 
 
-def step(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL) -> list[Tensor]:
+def step(by: Transports, given: Batch, needs: tuple[bool, ...] = ALL, **options: Any) -> list[Tensor]:
     """o and the gradients that are needed of dx, ds, dw1, dw2."""
-    return backward(forward(by, given, needs), given)
+    return backward(forward(by, given, needs, **options), given)
+
+
+def collective() -> Transports:
+    return Transports(dist.group.WORLD, "collective")
 
 
 def expected(given: Batch, needs: tuple[bool, ...] = ALL) -> list[Tensor]:
-    return step(Transports(dist.group.WORLD, "collective"), given, needs)
+    return step(collective(), given, needs)
 
 
 def are_equal(found: list[Tensor], want: list[Tensor]) -> bool:
@@ -493,6 +498,64 @@ def check_what_a_layer_saves() -> None:
         assert leaf.grad is not None
         found.append([out.hidden.detach(), leaf.grad, *[p.grad.to_local() for p in layer.experts.parameters()]])
     assert all(are_equal(found[0], each) for each in found[1:])
+
+
+def check_nothing_is_pulled_that_nobody_needs() -> None:
+    """x crosses once more for w1's gradient, for h that was not saved, or for the adapter that multiplies it."""
+    by, given = by_files(), batch(1)
+    of_x, of_w2 = (True, True, False, False), (False, True, False, True)
+    cases: list[tuple[tuple[bool, ...], dict[str, Any], int]] = [
+        (ALL, {}, 5),
+        (of_x, {}, 4),
+        (of_w2, {}, 4),
+        (of_x, {"recompute": "up_proj"}, 5),
+    ]
+    for needs, options, exchanges in cases:
+        with watched() as (puts, _):
+            assert are_equal(step(by, given, needs, **options), expected(given, needs))
+        assert len(puts) == exchanges, (needs, options)
+    for is_up_a_trained in (True, False):
+        with watched() as (puts, _):
+            found = step_of_adapters(by, given, is_up_a_trained)
+        assert len(puts) == 4 + is_up_a_trained
+        assert are_equal(found, step_of_adapters(collective(), given, is_up_a_trained))
+
+
+def step_of_adapters(by: Transports, given: Batch, is_up_a_trained: bool) -> list[Tensor]:
+    """o, and the gradients of x and of the adapters that are trained."""
+    w1, w2 = (t.detach() for t in make_weights(torch.float32).of(experts_of(dist.get_rank()))[:2])
+    (e, w, d), n, generator = w1.shape, w2.shape[2], torch.Generator().manual_seed(3)
+    shapes = ((e, 2, d), (e, w, 2), (e, 2, n), (e, d, 2))
+    x, up_a, *others = (
+        t.clone().requires_grad_() for t in (given.x, *(torch.randn(s, generator=generator) for s in shapes))
+    )
+    up_a.requires_grad_(is_up_a_trained)
+    dispatcher = AllToAllDispatcher(by, E)
+    here = dispatcher.dispatch(x, given.plan, given.scores)
+    o = dispatcher.combine(moe_lora(here.x, w1, w2, here.plan, here.scores, Adapters(up_a, *others, 2.0)), here)
+    trained = [leaf for leaf in (x, up_a, *others) if leaf.requires_grad]
+    return [o.detach(), *torch.autograd.grad(o, trained, given.do)]
+
+
+def check_scores_of_another_dtype_in_turn() -> None:
+    """Layers that share a window, which has room for the widest."""
+    by = by_files()
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        given = batch(1)._replace(scores=batch(1).scores.to(dtype))
+        assert are_equal(step(by, given), expected(given)), dtype
+
+
+def check_a_window_that_inference_opened() -> None:
+    """Is one for training, too: what does not fit there is known, and a larger one follows."""
+    to_one = batch(2, 4, ids_all_on_one_rank)
+    with least_room():
+        by = by_files(capacity=1.5)
+        windows_of(by).is_watched = True
+        with torch.inference_mode():
+            forward(by, batch(1, 4), (False,) * 4)
+        assert bool(forward(by, to_one)[0].isnan().all())
+        windows_of(by).grow(windows_of(by).needed()[0])
+        assert are_equal(step(by, to_one), expected(to_one))
 
 
 def check_saved_bytes_follow_each_layer() -> None:

@@ -204,7 +204,7 @@ def through_a_window(
         index = state.new_empty((layout.tokens - layout.sizes) // 4)
         window.put(view, x, window.TOKENS, index, room=limits.capacity)
         agreed, counts, came = window.agree(view, state.new_empty(1))
-        places = window.plan_pulled(view, agreed, counts, came, 128 // ranks, limits.capacity)[-1]
+        places = window.plan_pulled(view, scores, agreed, counts, came, 128 // ranks, limits.capacity)[-1]
         received = window.pull_rows(view, x, agreed, counts, places)
         if dtype != torch.int32:
             for rows in (received, None):

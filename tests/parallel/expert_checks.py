@@ -223,6 +223,10 @@ def check_any_module() -> None:
     for mesh in (ep_and_fsdp(), ep_alone()):
         assert_as_one_process(make_net, mesh)
     assert_as_one_process(make_net_with_a_block, ep_alone())
+    net = make_net(torch.float32)
+    expert_parallel(net, ep_alone(), keep_received=True, max_tokens=5000)
+    transports = net.first.experts.dispatcher.transports
+    assert (transports.keep_received, transports.max_tokens) == (True, 5000)
 
 
 def check_meshes_of_three_dimensions_and_of_another_order() -> None:

@@ -148,6 +148,7 @@ class Windows:
         self._layers, self._usual = layers, 0  # the room of a layer of which nothing is known
         self.here, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._window: OpenWindow | None = None
+        self._captured: list[OpenWindow] = []  # replaced since, but graphs have their addresses
         self._limits = Limits(0, 0, 0, 1, 0)
         self._alarm = torch.zeros(2, dtype=torch.int32).numpy()
 
@@ -260,6 +261,7 @@ class Windows:
             self._open(self._limits._replace(capacity=rows))
 
     @torch.compiler.disable(reason=_EAGER_FIRST)
+    @torch.inference_mode(False)  # what is made here outlives the call that needs it first
     def _begin(self) -> None:
         """For layers of which nothing is known."""
         for index, layer in enumerate(self._layers):
@@ -268,6 +270,7 @@ class Windows:
                 layer.index = torch.tensor([index], dtype=torch.int32, device=self._device)
 
     @torch.compiler.disable(reason=_EAGER_FIRST)
+    @torch.inference_mode(False)
     def _open(self, more: Limits) -> None:
         """A window for the largest of these limits, of those so far, and of the other ranks'."""
         asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
@@ -293,6 +296,8 @@ class Windows:
         tensors = (torch.tensor(addresses, dtype=torch.int64).to(self._device), state.to(self._device), alarm)
         view = Window(*tensors, self.here, limits, layout)
         self._limits = limits
+        if self._window is not None and self._window.is_captured:
+            self._captured.append(self._window)
         self._window = OpenWindow(f"{self._group.group_name}/{next(_names)}", view, memory)
         self._begin()
 

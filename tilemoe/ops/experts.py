@@ -225,7 +225,8 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         return (None,) * 6
     do = do.contiguous()
     x, w1, w2, s, b1, b2, h, scale, *arrays = ctx.saved_tensors
-    x = ctx.peers.again() if x is None else x
+    if x is None and (need_w1 or h is None or torch.is_grad_enabled()):
+        x = ctx.peers.again()
     if torch.is_grad_enabled():  # create_graph=True
         do = _DependentOnInputs.apply(do, x, w1, w2, s, b1, b2)
     plan = plan_of(tuple(arrays), ctx.num_tokens, peers=ctx.peers)
@@ -237,7 +238,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         if h is None:
             h = up_proj(x, w1, b1, *routed)
         elif scale is not None:
-            h = dequantize_h(h, scale, x.dtype, *routed)
+            h = dequantize_h(h, scale, do.dtype, *routed)
             del scale
             ctx.maybe_clear_saved_tensors()  # frees the quantised h before dh is allocated
         dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # down_proj_dgrad

@@ -39,7 +39,7 @@ from tilemoe.runtime.tensors import require_tensors
 
 _DENSE = "dense"
 _PARTS = 3  # most tensors of a weight
-_NUM_ADAPTED = 8  # x, w1, w2, the scores and the adapters
+_UP_A, _NUM_ADAPTED = 4, 8  # x, w1, w2, the scores and the adapters
 _LINEAR = ActivationSpec("relu")  # any ungated one: `Backend.up_proj` returns what is before the activation
 
 
@@ -210,12 +210,12 @@ def _fake(
 
 
 def _run_grad(
-    do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
+    do: Tensor, x: Tensor | None, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
     down_b: Tensor, b2: Tensor | None, scales1: Tensor | None, nested1: Tensor | None, scales2: Tensor | None,
     nested2: Tensor | None, h: Tensor, u: Tensor, formats: str, scale: float, plan: RoutingPlan, spec: ActivationSpec,
     backend: Backend,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, ds, dup_a, dup_b, ddown_a, ddown_b)."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, ds, dup_a, dup_b, ddown_a, ddown_b); x None: no dup_a."""
     plan = without_derived(plan)
     frozen1, frozen2 = _read(formats, ((w1, scales1, nested1), (w2, scales2, nested2)), backend)
     d, n = frozen2.shape[1:]
@@ -232,9 +232,9 @@ def _run_grad(
     del a_scaled, p
     dup_b = backend.up_proj_wgrad(u, dh, rows, is_column_major(up_b)).mul_(scale)
     du = backend.down_proj(dh, up_b.transpose(1, 2), None, plan).mul_(scale)
-    dup_a = backend.up_proj_wgrad(x, du, plan, is_column_major(up_a))
-    dx = plan.sums_like(x, d)
-    for columns in backward_slices(shape_of(x, d, n, plan, spec)):
+    dup_a = None if x is None else backend.up_proj_wgrad(x, du, plan, is_column_major(up_a))
+    dx = plan.sums_like(do, d)
+    for columns in backward_slices(shape_of(do, d, n, plan, spec)):
         dx_rows = backend.up_proj_dgrad(dh, frozen1[:, :, columns], plan)
         dx_rows.add_(backend.up_proj_dgrad(du, up_a[:, :, columns], plan))
         backend.combine_grad(dx_rows, plan, dx[:, columns])
@@ -249,11 +249,11 @@ def _plan_of_rows(plan: RoutingPlan) -> RoutingPlan:
 
 
 def _fake_grad(
-    do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
+    do: Tensor, x: Tensor | None, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
     down_b: Tensor, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    adapters = (empty_weight_grad(t, t.shape, is_column_major(t)) for t in (up_a, up_b, down_a, down_b))
-    return (x.new_empty(x.shape), s.new_empty(s.shape), *adapters)
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dup_a, *others = (empty_weight_grad(t, t.shape, is_column_major(t)) for t in (up_a, up_b, down_a, down_b))
+    return (do.new_empty(do.shape), s.new_empty(s.shape), None if x is None else dup_a, *others)
 
 
 def _flops(x: Any, w1: Any, w2: Any, s: Any, up_a: Any, up_b: Any, down_a: Any, *rest: Any, **_: Any) -> int:
@@ -268,11 +268,11 @@ def _grad_flops(
     return gemm_flops(rest, d * w, n * d, 2 * r * (d + w), 2 * r * (n + d), r * n)  # the last: ``a A2^T`` again
 
 
-_ADAPTED = "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"
+_ADAPTED = "x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"
 _SCALES = "Tensor? scales1, Tensor? nested1, Tensor? scales2, Tensor? nested2"
 _forward = routed_operator(
     "moe_lora",
-    f"{_ADAPTED}, Tensor? b1, Tensor? b2, {_SCALES}, str formats, float scale",
+    f"Tensor {_ADAPTED}, Tensor? b1, Tensor? b2, {_SCALES}, str formats, float scale",
     "(Tensor, Tensor, Tensor)",
     _run,
     _fake,
@@ -280,7 +280,7 @@ _forward = routed_operator(
 )
 _backward_op = routed_operator(
     "moe_lora_grad",
-    f"Tensor do, {_ADAPTED}, Tensor? b2, {_SCALES}, Tensor h, Tensor u, str formats, float scale",
+    f"Tensor do, Tensor? {_ADAPTED}, Tensor? b2, {_SCALES}, Tensor h, Tensor u, str formats, float scale",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_grad,
     _fake_grad,
@@ -302,7 +302,8 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor
     if do is None:
         return (None,) * _NUM_ADAPTED
     x, *saved = ctx.saved_tensors  # read only once: under checkpointing each read recomputes
-    x = ctx.peers.again() if x is None else x
+    if x is None and (ctx.needs_input_grad[_UP_A] or torch.is_grad_enabled()):
+        x = ctx.peers.again()
     given, arrays = saved[: -len(PLAN_ARRAYS)], tuple(saved[-len(PLAN_ARRAYS) :])
     plan = with_sums(plan_of(arrays, ctx.num_tokens, peers=ctx.peers), do)
     routed = (plan, ctx.spec, ctx.backend)

@@ -40,6 +40,7 @@ class OpenWindow:
         self._can_lend = False
         self._lent: ReferenceType[Tensor] | None = None
         self.has_results = False  # of the exchange that runs: they were computed here
+        self.is_captured = False  # in some CUDA graph
         _OPEN[name] = self
 
     def lend(self, like: Tensor) -> Tensor | None:
@@ -69,7 +70,10 @@ class OpenWindow:
 
         Not while a graph is captured, which must not wait for a stream outside: that is its caller's, as is a replay.
         """
-        if not self.view.state.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not self.view.state.is_cuda:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self.is_captured = True
             return
         stream = torch.cuda.current_stream(self.view.state.device)
         if self._stream is not None and self._stream != stream:
@@ -128,7 +132,7 @@ def _to_experts(
     view, tokens = window.view, x.shape[0]
     routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks)
     rows = _as_sent(x, precision)
-    index, sizes, token_of_copy, words = _index_of(view, x, row_of_pair.shape[0])
+    index, sizes, token_of_copy, words = _index_of(view, scores, tokens, row_of_pair.shape[0])
     pairs, experts = row_of_pair.shape[0], row_start_of_expert.shape[0] - 1
     steps = choose_expert_parallel(x.device, tokens, pairs, experts, view.ranks).impl
     before = steps.count_sent(routed, sizes)
@@ -136,16 +140,16 @@ def _to_experts(
     kernels.put(view, rows, kernels.TOKENS, index, room=room)
     agreed, counts, came = kernels.agree(view, layer)
     *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(
-        view, agreed, counts, came, routed.experts_per_rank, room
+        view, scores, agreed, counts, came, routed.experts_per_rank, room
     )
     received = _as_given(kernels.pull_rows(view, rows, agreed, counts, token_of_received), x.dtype, precision)
     return (received, s, *plan, rows_per_expert, agreed, counts, token_of_received, copy_of_token, position_of_pair)
 
 
-def _index_of(view: kernels.Window, like: Tensor, pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _index_of(view: kernels.Window, scores: Tensor, tokens: int, pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(the whole index, int32, and its parts: sizes (W, 2), token_of_copy (T W), words (P, .))."""
-    layout, ranks, width, tokens = view.layout, view.ranks, view.limits.score_words + 1, like.shape[0]
-    index = like.new_zeros((layout.tokens - layout.sizes) // 4, dtype=torch.int32)
+    layout, ranks, width = view.layout, view.ranks, 1 + scores.element_size() // 4
+    index = scores.new_zeros((layout.tokens - layout.sizes) // 4, dtype=torch.int32)
     copies, words = (layout.copies - layout.sizes) // 4, (layout.words - layout.sizes) // 4
     return (
         index,
@@ -195,7 +199,7 @@ class Senders(NamedTuple):
 
     def again(self) -> Tensor:
         x, *places = saved_by(self.node)
-        received: Tensor = to_experts_again(x.detach(), *places, self.precision, self.window)
+        received: Tensor = to_experts_again(x, *places, self.precision, self.window)
         return received
 
     def lend(self, like: Tensor) -> Tensor | None:

@@ -94,9 +94,9 @@ def expert_parallel(
         gradient_divide_factor = group_mesh.size()
     require_finite("gradient_divide_factor", gradient_divide_factor, positive=True)
     _check_sharding(reshard_after_forward, mp_policy, offload_policy, shares.size(shares.ndim - 1))
-    transports = (
-        exchange if isinstance(exchange, Transports) else Transports(group_mesh.get_group(), exchange, keep_received)
-    )
+    transports = exchange
+    if not isinstance(transports, Transports):
+        transports = Transports(group_mesh.get_group(), transports, keep_received, max_tokens)
     if group_mesh.size() == 1:
         return
     for layer in layers:

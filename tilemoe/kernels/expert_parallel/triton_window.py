@@ -61,7 +61,7 @@ _BLOCK = 4096  # elements that a CTA moves at a time
 
 class Limits(NamedTuple):
     """What a window has room for, the same on all ranks: T_max tokens and P_max pairs of a rank; capacity, the most
-    pairs that any receives in any layer; score_words int32 of a score; row_bytes of a token.
+    pairs that any receives in any layer; score_words int32 of the widest score; row_bytes of the widest token.
     """
 
     tokens: int
@@ -169,13 +169,13 @@ def agree(window: Window, layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plan_pulled(
-    window: Window, agreed: Tensor, counts: Tensor, came: Tensor, experts: int, room: int
+    window: Window, like: Tensor, agreed: Tensor, counts: Tensor, came: Tensor, experts: int, room: int
 ) -> tuple[Tensor, ...]:
     """The plan of what arrives, as `plan_received`'s, for M_max tokens and Q_max pairs, the room: token_of_row,
-    pair_of_row, row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max);
-    and token_of_received (M_max), each token's index on its own rank.
+    pair_of_row, row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max)
+    of ``like``'s dtype; and token_of_received (M_max), each token's index on its own rank.
     """
-    state, words = window.state, window.limits.score_words
+    state, words = window.state, like.element_size() // 4
     max_tokens, block = most_received(window.limits, window.ranks, room), pairs_of_block(experts)
     blocks = ceil_div(max(room, max_tokens + 1), block)
     lines, block_counts = int32_vectors(state, room * (words + 1), blocks * experts)
