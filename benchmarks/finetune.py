@@ -5,12 +5,14 @@
     python benchmarks/finetune.py sft /tmp/qwen3 --experts bf16 --implementation grouped_mm
     python benchmarks/finetune.py train /tmp/qwen3 --experts nf4_double
     python benchmarks/finetune.py first /tmp/qwen3 --experts nf4_double
+    python benchmarks/finetune.py quality FOLDER --seeds 3 --steps 300 --more --optim.lr 2e-3
 
 make: all layers of a public model with random weights, drawn on the GPU from a seed, as its makers save it (gpt-oss in
 MXFP4), and a tokenizer trained on the sources of installed packages, which are the text, too. sft, train: a row with
 each step's loss and seconds, the peak of GPU memory (reserved, and what else the process has of the card: CUDA's
 context) and of the host's anonymous memory until training starts. first: the first step's loss and gradients beside
-those of the same experts dequantised, of the first layers, which fit twice.
+those of the same experts dequantised, of the first layers, which fit twice. quality: `train` on experts in bf16, NF4 and
+NF4 with double quantisation, the same batches of C++ headers for each seed; FOLDER: an exported run, trained on Python.
 """
 
 from __future__ import annotations
@@ -126,16 +128,18 @@ def write(path: Path, blocks: list[tuple[list[str], Tensor]]) -> None:
             file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
 
 
-def sources() -> list[str]:
-    """Sources of installed packages, in the order of their names, `TEXT_BYTES` of them."""
+def sources(pattern: str = "*.py", most: int = TEXT_BYTES) -> list[str]:
+    """Sources of installed packages, in the order of their names, each once, about ``most`` characters of them."""
     folders = [Path(root) for root in dict.fromkeys([*site.getsitepackages(), Path(torch.__file__).parents[1]])]
-    found, size = [], 0
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+    found: dict[str, None] = {}
+    size = 0
+    for path in sorted(path for folder in folders for path in folder.rglob(pattern)):
         text = path.read_text(encoding="utf-8", errors="replace")
-        found.append(text)
-        if (size := size + len(text)) > TEXT_BYTES:
+        size += 0 if text in found else len(text)
+        found[text] = None
+        if size > most:
             break
-    return found
+    return list(found)
 
 
 def text_tokenizer(most: int) -> PreTrainedTokenizerFast:
@@ -336,6 +340,17 @@ def train(folder: Path, args: argparse.Namespace) -> Row:
     }  # fmt: skip
 
 
+def quality(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """What `train` is called with: each seed's batches, once for each way to store the experts."""
+    corpus = Path(args.out) / "headers.jsonl"
+    corpus.parent.mkdir(parents=True)
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in sources("include/c10/**/*.h")))
+    for seed in range(args.seeds):
+        for experts in ("bf16", "nf4", "nf4_double"):
+            run = {"case": args.folder.name, "seed": seed, "experts": experts, "corpus": corpus}
+            yield argparse.Namespace(**vars(args) | run | {"out": f"{args.out}/{experts}-{seed}"})
+
+
 def _used() -> int:
     """Bytes in use on the first GPU that this process may use."""
     if DEVICE == "cpu":
@@ -389,7 +404,7 @@ def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "sft", "train", "first"))
+    parser.add_argument("what", choices=("make", "sft", "train", "first", "quality"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--case", default="Qwen3-30B-A3B", choices=tuple(LAYERS))
     parser.add_argument("--layers", type=int, help="make: instead of all")
@@ -402,6 +417,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="a step; default: the case's")
     parser.add_argument("--length", type=int, help="of a sequence; default: the case's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="quality: 0, 1, ..., each with all storages")
     parser.add_argument("--corpus", default="stdlib", help="train: data.corpus")
     parser.add_argument("--out", default="/tmp/finetune-run", help="train: train.out_dir")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="train: further options, last")
@@ -412,10 +428,16 @@ def main(arguments: list[str] | None = None) -> None:
         make(args.folder, args.case, args.layers, args.seed)
         print(f"made in {time.perf_counter() - began:.1f} s")
         return
+    for run in quality(args) if args.what == "quality" else [args]:
+        measure(run)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Appends a row; SystemExit where the run had no memory left."""
     layers = json.loads((args.folder / "config.json").read_text())["num_hidden_layers"]
     settings = {name: getattr(args, name) for name in ("case", "experts", "implementation", "linear", "attention")}
     settings |= {name: getattr(args, name) for name in ("tokens", "length", "seed", "card_gib")}
-    found = {"sft": sft, "train": train, "first": first}[args.what](args.folder, args)
+    found = {"sft": sft, "train": train, "quality": train, "first": first}[args.what](args.folder, args)
     names = ("transformers", "peft", "trl", "bitsandbytes", "torchao")
     versions = {name: record.version(name) for name in names}
     row = {"mode": args.what, **settings, "layers": layers, **found, **versions}
