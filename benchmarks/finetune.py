@@ -11,8 +11,8 @@ make: all layers of a public model with random weights, drawn on the GPU from a 
 MXFP4), and a tokenizer trained on the sources of installed packages, which are the text, too. sft, train: a row with
 each step's loss and seconds, the peak of GPU memory (reserved, and what else the process has of the card: CUDA's
 context) and of the host's anonymous memory until training starts. first: the first step's loss and gradients beside
-those of the same experts dequantised, of the first layers, which fit twice. quality: `train` on experts in bf16, NF4 and
-NF4 with double quantisation, the same batches of C++ headers for each seed; FOLDER: an exported run, trained on Python.
+those of the same experts dequantised, of the first layers, which fit twice. quality: `train` on experts in bf16, NF4
+and NF4 doubly quantised, the same batches of C++ headers for each seed; FOLDER: an exported run, trained on Python.
 """
 
 from __future__ import annotations
@@ -234,21 +234,11 @@ def sft(folder: Path, args: argparse.Namespace) -> Row:
         alpha_pattern={r".*\.experts.*": 2 * EXPERTS_RANK},
     )
     settings = SFTConfig(
-        output_dir="/tmp/finetune",
-        max_steps=args.steps,
-        per_device_train_batch_size=args.tokens // args.length,
-        max_length=args.length,
-        gradient_checkpointing=True,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="adamw_8bit" if DEVICE == "cuda" else "adamw_torch",
-        bf16=DEVICE == "cuda",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=args.seed,
-    )
+        output_dir="/tmp/finetune", save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True,
+        per_device_train_batch_size=args.tokens // args.length, max_length=args.length, max_steps=args.steps,
+        learning_rate=LR, lr_scheduler_type="constant", optim="adamw_8bit" if DEVICE == "cuda" else "adamw_torch",
+        gradient_checkpointing=True, bf16=DEVICE == "cuda", seed=args.seed,
+    )  # fmt: skip
     data = rows_of_tokens(folder, args.length, args.steps * (args.tokens // args.length))
     clock = _Clock()
     trainer = SFTTrainer(
@@ -266,14 +256,8 @@ def sft(folder: Path, args: argparse.Namespace) -> Row:
     except torch.OutOfMemoryError as error:
         problem = ". ".join(str(error).split(". ")[:2])
     losses = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "trained": trained,
-        "problem": problem,
-        "losses": losses,
-        "loading": loading,
-        **card(),
-        **speed(clock.ends, args.tokens),
-    }
+    found = {"trained": trained, "problem": problem, "losses": losses, "loading": loading}
+    return {**found, **card(), **speed(clock.ends, args.tokens)}
 
 
 def card() -> Row:
