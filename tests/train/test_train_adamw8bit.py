@@ -1,6 +1,7 @@
 """AdamW with moments of a byte: torchao's updates near AdamW's; saved as plain tensors, and resumed to the bit."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,37 @@ def test_updates_are_near_adamw_s_and_moments_take_a_byte() -> None:
         "weight.exp_avg_sq.codes": (torch.uint8, (128, 64)),
         "weight.exp_avg_sq.scale": (torch.float32, (32,)),
     }
+
+
+def test_many_shapes_are_compiled_few_times_into_torchao_s_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments and weights agree to the bit with torchao's optimiser, which compiles once for each shape."""
+    from torch._dynamo.testing import CompileCounter
+    from torchao.optim import AdamW8bit
+
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    compiled = optim.update_on.__wrapped__("cuda")
+    monkeypatch.setattr(optim, "update_on", lambda device_type: compiled)
+    shapes = [(64, 64), (8, 4, 256), (64, 96), (32, 256), (16, 256), (128, 64), (40,), (50,), (6, 7)]
+    torch.manual_seed(0)
+    models = [nn.ParameterList(torch.ones(shape) for shape in shapes) for _ in range(2)]
+    ours = make_optimizer(models[0], CONFIG)
+    groups = [{**group, "params": []} for group in ours.param_groups]
+    for parameter in models[1]:
+        groups[parameter.ndim == 1]["params"].append(parameter)
+    theirs = AdamW8bit(groups)
+    for _ in range(3):
+        for a, b in zip(*models, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        with torch.compiler.set_stance("force_eager"):
+            theirs.step()
+    assert counter.frame_count <= 4  # blocks or values, with and without weight decay
+    held, expected = (optimizer_tensors(*each) for each in zip(models, (ours, theirs), strict=True))
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in held.items())
+    assert all(torch.equal(a, b) for a, b in zip(*models, strict=True))
 
 
 def recipe_of(moe_recipe: Recipe, out: Path, steps: int) -> Recipe:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -85,10 +85,7 @@ def require_torchao() -> None:
 
 
 def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW with moments of a byte, by torchao (the extra ``fp8``); its update is compiled by torch.compile on a GPU.
-
-    ValueError: torchao is not installed.
-    """
+    """AdamW with moments of a byte, with torchao's arithmetic (the extra ``fp8``). ValueError: it is not installed."""
     require_torchao()
     from torchao.optim import AdamW8bit
 
@@ -97,12 +94,64 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             local = local_part(p)[0]
             return shared_as(p, _zeros8bit(local, signed)) if in_blocks(p) else torch.zeros_like(p)
 
-        def step(self, closure: Any = None) -> Any:
-            on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"  # for which a compiler may be missing
-            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
-                return super().step(closure)
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            """Instead of torchao's, which compiles its update for each shape, 5 s of a core each."""
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+
+        def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state |= {
+                    "exp_avg": self._new_buffer(parameter, True),
+                    "exp_avg_sq": self._new_buffer(parameter, False),
+                }
+            state["step"] += 1
+            shared = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            local: list[Any] = [each.to_local() if isinstance(each, DTensor) else each for each in shared]
+            weight, gradient, *moments = local
+            if not weight.numel():
+                return
+            if hasattr(moments[0], "codes"):
+                shape: tuple[int, ...] = (-1, BLOCK)
+                parts = [[_rows(each.codes, shape), _rows(each.scale, (-1,)), each.qmap] for each in moments]
+            else:
+                shape = (-1,)
+                parts = [[_rows(each, shape)] for each in moments]
+            settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+            tensors = (_rows(weight, shape), _rows(gradient.contiguous(), shape), state["step"], parts)
+            update_on(weight.device.type)(*tensors, *settings)
 
     return _AdamW8bit([group for group in groups if group["params"]])
+
+
+def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view for whose number of rows torch.compile does not compile again."""
+    view = tensor.view(shape)
+    torch._dynamo.maybe_mark_dynamic(view, 0)
+    return view
+
+
+@cache
+def update_on(device_type: str) -> Callable[..., None]:
+    """torchao's AdamW of one weight, in place. A moment: codes (blocks, `BLOCK`), scales and table, or its values."""
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
+
+    def update(weight: Tensor, gradient: Tensor, step: Tensor, moments: list[list[Tensor]], *settings: Any) -> None:
+        values = [dequant_with_qmap(of[0], of[2], of[1]) if len(of) > 1 else of[0] for of in moments]
+        single_param_adam(weight, gradient, step, *values, None, *settings, True, False)
+        for of, value in zip(moments, values, strict=True):
+            if len(of) > 1:
+                scaled, scale = scale_tensor(value, BLOCK)
+                of[0].copy_(quantize_8bit_with_qmap(scaled, of[2]))
+                of[1].copy_(scale)
+
+    return update if device_type == "cpu" else torch.compile(update, fullgraph=True)  # a CPU may lack a compiler
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
