@@ -111,8 +111,8 @@ def _errors(
         out.index_add_(0, token, part.detach())
         dx.index_add_(0, token, dx_part)
         dscores[token, place] = ds
-        differences["dw1"].add(contestant.w1_rows(found[3][one])[0], dw1)
-        differences["dw2"].add(found[4][expert], dw2)
+        differences["dw1"].add(contestant.w1_rows(*(grad[one] for grad in found[3:-1]))[0], dw1)
+        differences["dw2"].add(found[-1][expert], dw2)
     dx_router, drouter = torch.autograd.grad(scores, [routed, router], dscores)
     differences["output"].add(found[0], out)
     differences["dx"].add(found[1], dx + dx_router)

@@ -121,7 +121,7 @@ def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[st
 
     The forward's peak holds the output, the backward's all four gradients and whatever is still saved.
     """
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or contestant.own_heap:
         return dict.fromkeys(MEMORY)
     layer_step(contestant, x, do)()
     out, left, forward_peak = timing.memory_of(lambda: contestant.run(x))

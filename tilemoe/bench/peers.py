@@ -3,17 +3,21 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 
 All compute the same function of the same weights: softmax over the K kept logits, SwiGLU, no biases, no auxiliary
-loss. Each adapter imports its package when it is built, so that a missing one is skipped.
+loss. Each adapter imports its package when it is built, so that a missing one is skipped. sonic-moe and tilemoe bring a
+router; the others get `plain_router`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,17 +50,18 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
-    """``run(x)`` gives the output (T, d); ``leaves`` are router, w1, w2 as it keeps them; ``w1_rows`` puts the rows
-    (dimension 1) of its w1's gradient into the order [gate; up]. It may be off by ``tolerance``, RMS error over RMS
-    value.
+    """``run(x)`` gives the output (T, d); ``leaves`` are router, w1 (in one tensor or more), w2 as it keeps them;
+    ``w1_rows`` makes of the gradients of its w1 one with the rows (dimension 1) [gate; up]. It may be off by
+    ``tolerance``, RMS error over RMS value. ``own_heap``: it takes memory that PyTorch does not count.
     """
 
     name: str
     version: str
     run: Callable[[Tensor], Tensor]
-    leaves: tuple[Tensor, Tensor, Tensor]
-    w1_rows: Callable[[Tensor], Tensor] = lambda grad: grad
+    leaves: tuple[Tensor, ...]
+    w1_rows: Callable[..., Tensor] = lambda grad: grad
     tolerance: float = TOLERANCES["bf16"]
+    own_heap: bool = False
 
 
 def make_weights(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -109,15 +114,49 @@ def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
     return Contestant("sonic-moe", version, run, (weights.router, w1, weights.w2), concatenated)
 
 
-def scattermoe(shape: MoEShape, weights: Weights) -> Contestant:
-    version, experts = scattermoe_experts()
-    return Contestant("scattermoe", version, routed(experts, weights, shape.num_experts_per_tok), weights.leaves)
-
-
 def grouped_mm(shape: MoEShape, weights: Weights) -> Contestant:
     """PyTorch alone, left to torch.compile, the router included."""
     layer = torch.compile(routed(grouped_mm_experts, weights, shape.num_experts_per_tok), dynamic=False)
     return Contestant("grouped_mm", f"torch {torch.__version__}", layer, weights.leaves)
+
+
+def liger_cute(shape: MoEShape, weights: Weights) -> Contestant:
+    """LigerCute's fused experts, which exchange tokens through NVSHMEM, in a group of this process alone.
+
+    Its scores are bf16, gate and up two parameters. It keeps what it saves in NVSHMEM's heap.
+    """
+    from liger_cute_kernels import nvshmem
+    from liger_kernel.ops.configure import MoEConfig as Sizes
+    from liger_kernel.ops.configure import configure
+    from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
+
+    k, sizes = shape.num_experts_per_tok, (shape.num_tokens, shape.hidden_size, shape.num_experts)
+    if dist.is_initialized():
+        nvshmem.pool_clear_all()  # of an earlier case: what is configured cannot grow
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if not configure(moe=Sizes(*sizes, k, num_hosts=1, gpus_per_host=1, max_inflight=2)):
+        raise NotImplementedError("LigerCute has no kernels for this GPU")
+    experts = LigerExpertParallelFusedMoe()
+    gate, up = (nn.Parameter(half.contiguous()) for half in weights.w1.detach().chunk(2, dim=1))
+
+    def run(x: Tensor) -> Tensor:
+        scores, ids = plain_router(x, weights.router, k)
+        return experts(x, ids, scores.to(x.dtype), gate, up, weights.w2, shape.num_experts)
+
+    leaves = (weights.router, gate, up, weights.w2)
+    version = str(record.version("liger-cute-kernels"))
+    return Contestant("liger-cute", version, run, leaves, lambda *halves: torch.cat(halves, 1), own_heap=True)
+
+
+def behind_plain_router(name: str, find: Callable[[], tuple[str, Compute]]) -> Callable[..., Contestant]:
+    """The adapter of experts that have no router."""
+
+    def adapter(shape: MoEShape, weights: Weights) -> Contestant:
+        version, experts = find()
+        return Contestant(name, version, routed(experts, weights, shape.num_experts_per_tok), weights.leaves)
+
+    return adapter
 
 
 def routed(experts: Compute, weights: Weights, k: int) -> Callable[[Tensor], Tensor]:
@@ -141,7 +180,50 @@ def scattermoe_experts() -> tuple[str, Compute]:
         a, scores = F.silu(gate) * up, scores.to(x.dtype)
         return parallel_linear(a, w2.transpose(1, 2), 1, *order, gates=scores, grouped_in=True)
 
-    return str(record.version("scattermoe")), compute
+    return record.version("scattermoe") or "a checkout", compute
+
+
+def liger_experts() -> tuple[str, Compute]:
+    """Liger's version, and its Triton experts as its ``LigerExperts`` calls them. ImportError: it is not there."""
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return LigerFusedMoEFunction.apply(x, w1, w2, ids.int(), scores.to(x.dtype))
+
+    return f"{record.version('liger-kernel')}{_environment('LIGER_FUSED_MOE_AUTOTUNE')}", compute
+
+
+def unsloth_experts() -> tuple[str, Compute]:
+    """Unsloth's version, and its experts as its ``forward_triton_grouped_gemm`` calls its kernels, tuned by its own
+    cache. ImportError: it is not there; NotImplementedError: it finds no GPU.
+    """
+    from unsloth.kernels.moe.autotune_cache import get_or_autotune_moe_kernels
+    from unsloth.kernels.moe.grouped_gemm.interface import grouped_gemm
+    from unsloth_zoo.temporary_patches.moe_fused_swiglu import moe_fused_swiglu
+    from unsloth_zoo.temporary_patches.moe_utils import moe_routing_sort
+
+    tiles = cache(get_or_autotune_moe_kernels)  # of a GEMM: (E, contraction, half of the width, K, dtype)
+
+    def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        k = ids.shape[1]
+        counts, order, _ = moe_routing_sort(ids, w1.shape[0])
+        routing = {"m_sizes": counts, "topk": k, "gather_indices": order}
+
+        def gemm(x: Tensor, w: Tensor, is_first: bool) -> Tensor:
+            forward, dgrad, wgrad = tiles(w.shape[0], w.shape[2], w.shape[1] // 2, k, x.dtype)
+            chosen = {"kernel_config_fwd": forward, "kernel_config_bwd_dX": dgrad, "kernel_config_bwd_dW": wgrad}
+            permuted = {"permute_x": is_first, "permute_y": not is_first, "is_first_gemm": is_first}
+            return grouped_gemm(x, w, **routing, **chosen, **permuted)
+
+        y = gemm(moe_fused_swiglu(gemm(x, w1, True)), w2, False)
+        return (y.unflatten(0, (-1, k)) * scores.to(x.dtype)[..., None]).sum(dim=1)
+
+    return f"{record.version('unsloth')}{_environment('UNSLOTH_MOE_DISABLE_AUTOTUNE')}", compute
+
+
+def _environment(variable: str) -> str:
+    """What a version adds of a variable that changes what is timed."""
+    return f" ({variable}={os.environ[variable]})" if variable in os.environ else ""
 
 
 def grouped_mm_experts(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -173,12 +255,21 @@ def concatenated(w1: Tensor) -> Tensor:
 
 
 PEERS: MappingProxyType[str, Callable[[MoEShape, Weights], Contestant]] = MappingProxyType(
-    {"tilemoe": tilemoe_layer, "sonic-moe": sonic_moe, "scattermoe": scattermoe, "grouped_mm": grouped_mm}
+    {
+        "tilemoe": tilemoe_layer,
+        "sonic-moe": sonic_moe,
+        "scattermoe": behind_plain_router("scattermoe", scattermoe_experts),
+        "grouped_mm": grouped_mm,
+        "liger": behind_plain_router("liger", liger_experts),
+        "liger-cute": liger_cute,
+        "unsloth": behind_plain_router("unsloth", unsloth_experts),
+    }
 )
+_ON_CPU = ("tilemoe", "grouped_mm")
 
 
 def build(name: str, shape: MoEShape, weights: Weights) -> Contestant | str:
-    """The contestant, or why it cannot take part. ``tilemoe[triton]`` names a backend.
+    """The contestant, or why it cannot take part, in one line. ``tilemoe[triton]`` names a backend.
 
     ValueError lists the names for one that is unknown.
     """
@@ -186,7 +277,9 @@ def build(name: str, shape: MoEShape, weights: Weights) -> Contestant | str:
         return tilemoe_layer(shape, weights, name[len("tilemoe[") : -1])
     if name not in PEERS:
         raise ValueError(f"no peer called {name!r}; known are {', '.join(PEERS)}")
+    if weights.w1.device.type == "cpu" and name not in _ON_CPU:
+        return "it needs a GPU"
     try:
         return PEERS[name](shape, weights)
-    except ImportError as error:
-        return f"not importable here: {error}"
+    except (ImportError, NotImplementedError) as error:
+        return f"not importable here: {str(error).partition(chr(10))[0]}"

@@ -46,7 +46,8 @@ def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list
     length = min(LONGEST, shape.num_tokens)
     ids = torch.randint(model.config.vocab_size, (shape.num_tokens // length, length + 1), device=settings.device)
     runs = {c.name: _run(model, _layers(c, shape, weights), ids) for c in contestants}
-    once = {c.name: {"version": c.version, "peak_bytes": _peak(runs[c.name], settings.device)} for c in contestants}
+    peaks = {c.name: None if c.own_heap else _peak(runs[c.name], settings.device) for c in contestants}
+    once = {c.name: {"version": c.version, "peak_bytes": peaks[c.name]} for c in contestants}
     for mode in settings.modes if runs else ():
         found = timing.rounds(
             {contestant: timing.one_part(run) for contestant, run in runs.items()}, mode, settings.rounds
