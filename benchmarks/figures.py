@@ -171,10 +171,12 @@ def fine_tuning(folder: Path) -> Path:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     for axis, case in zip(figure.subplots(len(cases), 1), cases, strict=True):
         newest = {(row["mode"], row["experts"], row["implementation"]): row for row in rows if row["case"] == case}
-        for (mode, experts, computed), style in zip(newest, spread(len(newest)), strict=True):
+        # Two lines nearly coincide: dark, dashed colours show both.
+        for (mode, experts, computed), style in zip(newest, STYLES[: len(newest)], strict=True):
             row = newest[mode, experts, computed]
             name = f"{experts}, {computed}: {row['tokens_per_second']:,} tokens/s ({row['commit'][:7]})"
-            axis.plot(range(1, len(row["losses"]) + 1), row["losses"], label=name, color=style.colour, lw=0.9)
+            steps = range(1, len(row["losses"]) + 1)
+            axis.plot(steps, row["losses"], label=name, color=style.colour, linestyle=style.dashes, lw=1.2)
         axis.set(ylabel="loss, nats/token")
         axis.set_title(f"{case}, random weights, on one {rows[0]['gpu'].removeprefix('NVIDIA ')}", fontsize=9)
         axis.grid(alpha=0.3)

@@ -1,10 +1,12 @@
 """For mkdocs: pages link to files of the repository as a code host serves them; the site gets a copy of each.
 
 A relative link that leaves docs/ is turned into one within the site. CONTRIBUTING.md and CHANGELOG.md become pages.
+Blocks of formulas, plain text for whoever reads the file, are typeset.
 """
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from pathlib import Path
@@ -17,6 +19,8 @@ DOCS = ROOT / "docs"
 OUTSIDE_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 UNLISTED = InclusionLevel.NOT_IN_NAV
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+FORMULAS = re.compile(r"^```formula\n(.*?)^```$", re.M | re.S)
+INDEXED = re.compile(r"([A-Za-z]\w*?'?)_(t\(r\)|[ret])(?!\w)")  # h_r, da'_r, dx_rows_r, x_t(r)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -41,7 +45,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         here = os.path.dirname(page.file.src_uri)
         return os.path.relpath(place(target), here or ".")
 
-    return LINK.sub(inside, markdown)
+    return FORMULAS.sub(typeset, LINK.sub(inside, markdown))
+
+
+def typeset(block: re.Match[str]) -> str:
+    """Lines of cells, two spaces or more apart, as a table with indices, transposes and inner products."""
+    lines = [re.split(" {2,}", line) for line in block[1].splitlines()]
+    rows = "".join(f"<tr>{''.join(f'<td>{formula(cell)}</td>' for cell in cells)}</tr>" for cells in lines)
+    return f'<div class="formulas"><table class="formulas">{rows}</table></div>'
+
+
+def formula(text: str) -> str:
+    if re.fullmatch(r"[a-z]+_[a-z_]{3,}|combine", text):  # an operator's name
+        return f"<code>{text}</code>"
+    text = html.escape(re.sub(r"<([^<>]*)>", r"⟨\1⟩", text), quote=False)
+    text = re.sub(r"sum over ([et])'s rows(?: r)? of", r"∑<sub>r of \1</sub>", text)
+    return INDEXED.sub(r"<var>\1</var><sub>\2</sub>", text).replace("^T", "<sup>T</sup>")
 
 
 def linked(page: File, link: str) -> Path | None:

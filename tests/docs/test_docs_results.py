@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "results.md"))
-LAYER = re.compile(r"^\| ([\w.-]+) \(([\d, ]+)\) \| (.+?) \| (.+?) \| (.+?) \|$", re.M)
+LAYER = re.compile(r"^\| ([\w.-]+) \(([\d, ]+)\) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|(?: [^|]+ \|)?$", re.M)
+ON_H200 = re.compile(r"^\| ([\w.-]+) \([\d, ]+\)(?: \| [^|]+){3} \| ([^|]+) \|$", re.M)
 STEP = re.compile(r"^\| ([\w.-]+) \((\d+)\) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.M)
 PARTS = ("forward", "backward")
 SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
@@ -41,6 +42,13 @@ def test_the_layer_s_table_is_the_newest_recorded(page: str, rows: dict[str, dic
         pairs = [" / ".join(f"{row[f'{part}_{kind}']:.2f}" for part in PARTS) for kind in ("ratio", "peak_ratio")]
         assert told[case] == (", ".join(str(row[size]) for size in SIZES), ours, *pairs), case
         assert row["commit"][:7] in page, case
+
+
+def test_the_readme_s_last_column_is_the_newest_of_an_h200() -> None:
+    rows = newest("layer", mode="alone", contestant="sonic-moe", gpu="NVIDIA H200")
+    told = {case: cell for case, cell in ON_H200.findall(README) if cell != "–"}
+    assert told == {case: " / ".join(f"{row[f'{part}_ratio']:.2f}" for part in PARTS) for case, row in rows.items()}
+    assert {row["commit"][:7] in README for row in rows.values()} == {True}
 
 
 def test_the_steps_of_models_are_the_newest_recorded() -> None:
