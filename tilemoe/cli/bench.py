@@ -32,8 +32,8 @@ class BenchOptions:
     # What is measured. confirm: kernels that never ran on this kind of GPU, after their self-test.
     what: Positional[Literal["layer", "kernels", "step", "confirm"]]
     cases: str | None = None  # "main", "all", "cpu", names or a .json file of sizes; default: main, without a GPU cpu
-    # With commas between: tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe, grouped_mm, liger, liger-cute, unsloth; those
-    # that cannot be imported are left out. The others are compared with the first. Not for bench kernels; default:
+    # With commas between: tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe, grouped_mm, liger, liger-cute, unsloth.
+    # Who cannot be imported is left out. The others are compared with the first. Not for bench kernels; default:
     # tilemoe, of confirm the backend that is confirmed, the portable one and sonic-moe.
     peers: str | None = None
     modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
