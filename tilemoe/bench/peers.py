@@ -265,7 +265,7 @@ PEERS: MappingProxyType[str, Callable[[MoEShape, Weights], Contestant]] = Mappin
         "unsloth": behind_plain_router("unsloth", unsloth_experts),
     }
 )
-_ON_CPU = ("tilemoe", "grouped_mm")
+_FOR_A_GPU = PEERS.keys() - {"tilemoe", "grouped_mm"}
 
 
 def build(name: str, shape: MoEShape, weights: Weights) -> Contestant | str:
@@ -277,7 +277,7 @@ def build(name: str, shape: MoEShape, weights: Weights) -> Contestant | str:
         return tilemoe_layer(shape, weights, name[len("tilemoe[") : -1])
     if name not in PEERS:
         raise ValueError(f"no peer called {name!r}; known are {', '.join(PEERS)}")
-    if weights.w1.device.type == "cpu" and name not in _ON_CPU:
+    if weights.w1.device.type == "cpu" and name in _FOR_A_GPU:
         return "it needs a GPU"
     try:
         return PEERS[name](shape, weights)
