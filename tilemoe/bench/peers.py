@@ -134,7 +134,8 @@ def liger_cute(shape: MoEShape, weights: Weights) -> Contestant:
     if dist.is_initialized():
         nvshmem.pool_clear_all()  # of an earlier case: what is configured cannot grow
     else:
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     if not configure(moe=Sizes(*sizes, k, num_hosts=1, gpus_per_host=1, max_inflight=2)):
         raise NotImplementedError("LigerCute has no kernels for this GPU")
     experts = LigerExpertParallelFusedMoe()
