@@ -62,7 +62,8 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft", "megatron"},
-    "bench": {"torch", "sonicmoe", "scattermoe"},  # the last two are peers, where they are installed
+    # All but the first are peers, where they are installed.
+    "bench": {"torch", "sonicmoe", "scattermoe", "liger_kernel", "liger_cute_kernels", "unsloth", "unsloth_zoo"},
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("runtime", "dispatch", "parallel")},
     "layers": {"torch", "torchao"},
