@@ -234,6 +234,17 @@ def test_adapters_on_experts_in_4_bit(run: Run) -> None:
     assert table.startswith("92 M of adapters of rank 8 on 20.91 B parameters, in sequences of 2048\n")
     batches = [str(setup["micro_batch_of_card"]["16"] or "none") for setup in train["setups"]]
     assert re.search(rf"^on 16 GiB +{' +'.join(batches)}$", table, flags=re.M)
+    eager = as_json(run, *arguments, "--attention", "eager")["train"]
+    assert (train["attention"], eager["attention"]) == ("fused", "eager")
+    for ours, theirs in zip(train["setups"], eager["setups"], strict=True):
+        assert ours["micro_batch_of_card"]["80"] >= theirs["micro_batch_of_card"]["80"]
+    assert eager["setups"][2]["micro_batch_of_card"]["80"] < train["setups"][2]["micro_batch_of_card"]["80"]
+
+
+def test_eager_attention_is_for_gpt_oss(fails: Fails) -> None:
+    arguments = ("--preset", "qwen3-30b", "--attention", "eager", "--train", "--lora", 8)
+    assert "--attention eager is for gpt-oss, and qwen3-30b-a3b has SDPA; leave it out" in fails("plan", *arguments)
+    assert "--attention is for adapters" in fails("plan", *arguments[:-2])
 
 
 def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:

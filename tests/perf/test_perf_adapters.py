@@ -1,6 +1,7 @@
 """The planner's memory of adapters: weights counted in the trainer's models, tensors that the operator keeps alive."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +10,24 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilemoe.activations import activation_spec
+from tilemoe.bench import record
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.layers.lora import add_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.preset_sizes import SIZES_PRESETS
+from tilemoe.models.sizes import with_eager_attention
 from tilemoe.ops import lora
 from tilemoe.perf import adapters
-from tilemoe.perf.adapters import CARDS, Tuning, adapter_parameters, largest_micro_batch, memory_parts, tuning_plan
+from tilemoe.perf.adapters import (
+    BITS,
+    CARDS,
+    Tuning,
+    adapter_parameters,
+    largest_micro_batch,
+    memory_parts,
+    tuning_plan,
+)
 from tilemoe.perf.hardware import GPUS
 from tilemoe.routing.build import plan_topk
 from tilemoe.shape import MoEShape
@@ -105,6 +116,51 @@ def test_a_30b_in_4_bit_fits_a_card_that_bf16_does_not() -> None:
     for row in (dense, nf4, double):
         found = [row["micro_batch_of_card"][str(card)] for card in CARDS]
         assert found == sorted(found)
+
+
+def test_peaks_are_those_recorded() -> None:
+    """SFTTrainer's: adapters of rank 16 on attention, which is in NF4, and all adapters in bf16, as their gradients."""
+    storages, seen = ("nf4_double", "mxfp4"), 0
+    for row in record.rows("finetune"):
+        if row["mode"] != "sft" or row["experts"] not in storages:
+            continue
+        if row["loading"]["reserved_bytes"] > 0.99 * row["reserved_bytes"]:  # the peak was loading's
+            continue
+        sizes = SIZES_PRESETS[row["case"].lower()]
+        assert sizes.num_layers == row["layers"]
+        eager = sizes if row["case"] != "gpt-oss-20b" else with_eager_attention(sizes, row["length"])
+        tuning = Tuning(eager, H200, 8, row["experts"], "adamw8bit", row["length"], "block")
+        parts = memory_parts(tuning, row["tokens"] // row["length"])
+        parts |= {"adapters": 2 * row["trained"], "gradients": 2 * row["trained"]}
+        if row["linear"]:
+            attention = sum(count * mixer.matrices for count, mixer in sizes.mixers)
+            parts["frozen rest"] -= round(attention * (2 - BITS["nf4_double"] / 8))
+        assert row["reserved_bytes"] == pytest.approx(sum(parts.values()), rel=0.05), row
+        seen += 1
+    assert seen >= 2
+
+
+def test_eager_attention_keeps_the_scores_of_gpt_oss() -> None:
+    attend = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
+    sequences, heads, length, width = 2, 8, 128, 16
+    query, key, value = (torch.randn(sequences, n, length, width).bfloat16().requires_grad_() for n in (heads, 2, 2))
+    module = SimpleNamespace(num_key_value_groups=heads // 2, sinks=torch.zeros(heads).bfloat16(), training=True)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = attend(module, query, key, value, torch.zeros(sequences, 1, length, length).bfloat16(), 0.25)
+    assert outputs[0].shape == (sequences, length, heads, width)
+    expected = with_eager_attention(SIZES_PRESETS["gpt-oss-20b"], length)
+    (_, plain), *_ = SIZES_PRESETS["gpt-oss-20b"].mixers
+    (_, mixer), *_ = expected.mixers
+    of_a_head = (mixer.kept - plain.kept) // 64  # gpt-oss-20b's heads
+    of_scores = sum(size for size in saved.values() if size >= 2 * sequences * heads * length * length)
+    assert of_scores == pytest.approx(2 * sequences * length * heads * of_a_head, rel=0.01)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:

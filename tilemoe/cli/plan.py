@@ -20,7 +20,7 @@ from tilemoe.models.hf_config import layer_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 from tilemoe.models.sizes import ModelSizes
-from tilemoe.perf.adapters import BITS, tuning_plan
+from tilemoe.perf.adapters import BITS, Attention, tuning_plan
 from tilemoe.perf.exchange import LINK_SHARE, Hosts, exchange_plan
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
@@ -66,6 +66,8 @@ class PlanOptions:
     lora: int | None = None  # of --train: plan one GPU that trains adapters of this rank instead of all weights
     experts: Storage | None = None  # of --lora: how frozen experts are stored; default: each way
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # of --lora
+    attention: Attention = "fused"
+    """of --lora; fused: SDPA or flex attention, as the trainer attends; eager: transformers' of gpt-oss, with scores"""
     hosts: int | None = None  # also show the layer with its experts shared by GPUs of so many hosts
     gpus_per_host: int = 8  # of --hosts
     network_gbps: float | None = None  # of --hosts: GB/s between them that a GPU reaches, one way
@@ -202,7 +204,7 @@ def _check(options: PlanOptions) -> None:
     ):
         if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
-    for name in ("experts", "optim"):
+    for name in ("experts", "optim", "attention"):
         if getattr(options, name) != getattr(PlanOptions, name) and options.lora is None:
             raise ValueError(f"--{name} is for adapters on a whole model; give --train --lora RANK, too")
     for name in ("mfu", "gpus", "expert_parallel", "global_batch", "tokens_per_day"):
@@ -247,8 +249,11 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
     seq_len = options.seq_len or (min(_SEQ_LEN, source.model.max_seq_len) if recipe is None else recipe.data.seq_len)
     mode = None if options.checkpointing == "cheapest" else options.checkpointing
     if options.lora is not None:
-        storages = BITS if options.experts is None else (options.experts,)
-        return tuning_plan(source.model, gpu, seq_len, options.lora, tuple(storages), options.optim, mode)
+        if options.attention == "eager" and not any(mixer.scores for _, mixer in source.model.mixers):
+            raise ValueError(f"--attention eager is for gpt-oss, and {source.name} has SDPA; leave it out")
+        storages = tuple(BITS) if options.experts is None else (options.experts,)
+        given = (storages, options.optim, mode, options.attention)
+        return tuning_plan(source.model, gpu, seq_len, options.lora, *given)
     shared = options.expert_parallel or ways_to_share(moe, options.gpus)[-1]
     if moe.num_experts % shared or (options.gpus or 0) % shared:
         raise ValueError(f"--expert-parallel must divide the {moe.num_experts} experts and the GPUs, got {shared}")

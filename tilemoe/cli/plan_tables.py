@@ -199,11 +199,12 @@ def _proposal_lines(train: Mapping[str, Any]) -> list[str]:
 def adapter_lines(tuning: Mapping[str, Any]) -> list[str]:
     """The model, and a column of memory for each way to store the frozen experts."""
     setups: Sequence[Mapping[str, Any]] = tuning["setups"]
+    room = f"{100 * tuning['usable']:g}% of {tuning['memory_bytes'] / 1e9:g} GB"
     of_which = f"{tuning['trained'] / 1e6:,.0f} M of adapters of rank {tuning['rank']}"
     return [
         f"training: {of_which} on {tuning['parameters'] / 1e9:.2f} B parameters, in sequences of {tuning['seq_len']}",
         f"on one GPU, {tuning['optimizer']}; recomputed: the trainer's --parallel.checkpointing",
-        f"assumed: {100 * tuning['usable']:g}% of {tuning['memory_bytes'] / 1e9:g} GB usable, 95% of a card",
+        f"assumed: {tuning['attention']} attention, {room} usable, 95% of a card",
         "",
         _row("experts", [setup["experts"] for setup in setups]),
         _row("recomputed", [setup["checkpointing"] for setup in setups]),

@@ -147,16 +147,9 @@ def _gpt_oss(data: Settings, layers: int) -> list[Mixer]:
     """Every other layer, the first among them, sees a window of keys. Each head has a logit for attending to no key."""
     kinds = _layer_types(data, layers, ("sliding_attention", "full_attention"), lambda layer: layer % 2)
     biased = flag(data, "attention_bias", True)
-    return [
-        _softmax(
-            data,
-            qkv_bias=biased,
-            o_bias=biased,
-            more=_size(data, "num_attention_heads"),
-            window=_size(data, "sliding_window") if kind == "sliding_attention" else None,
-        )
-        for kind in kinds
-    ]
+    heads = _size(data, "num_attention_heads")
+    full = replace(_softmax(data, qkv_bias=biased, o_bias=biased, more=heads), scores=heads)
+    return [full if kind == "full_attention" else replace(full, window=_size(data, "sliding_window")) for kind in kinds]
 
 
 def _qwen3_next(data: Settings, layers: int) -> list[Mixer]:

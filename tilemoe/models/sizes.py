@@ -5,7 +5,7 @@ d model width · H, H_kv, D heads and their width · n intermediate_size · E ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilemoe.config import ModelConfig, MoEConfig
 
@@ -22,6 +22,8 @@ class Mixer:
         kept_fp32: fp32 elements saved per token for the backward.
         window: a token sees at most this many keys, its own the last; None: all keys up to its own.
         chunk: if given, a token sees only keys of its own chunk of this many tokens.
+        scores: 16-bit elements per token and key that transformers' eager attention keeps, where its class has no SDPA.
+        working: 16-bit elements per token that its backward has beside what is kept.
         per_token: multiplications and additions per token, apart from matrices and keys.
     """
 
@@ -33,6 +35,8 @@ class Mixer:
     window: int | None = None
     per_token: int = 0
     chunk: int | None = None
+    scores: int = 0
+    working: int = 0
 
     def keys(self, length: int) -> float:
         """Keys that a query sees, on average over a sequence of ``length``."""
@@ -68,6 +72,15 @@ class ModelSizes:
     @property
     def num_moe_layers(self) -> int:
         return self.num_layers - self.num_dense_layers
+
+
+def with_eager_attention(sizes: ModelSizes, seq_len: int) -> ModelSizes:
+    """With the scores (H, S, S) of each sequence: their softmax is kept. Its backward on a GPU has three more: what
+    reaches the softmax, that times the softmax, and what leaves it.
+    """
+    scores = ((count, mixer, seq_len * mixer.scores) for count, mixer in sizes.mixers)
+    mixers = tuple((count, replace(each, kept=each.kept + own, working=3 * own)) for count, each, own in scores)
+    return replace(sizes, mixers=mixers)
 
 
 def attention_mixer(

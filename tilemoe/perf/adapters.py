@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.slicing import widest
 from tilemoe.models.flops import count_parameters
-from tilemoe.models.sizes import ModelSizes, sizes_of
+from tilemoe.models.sizes import ModelSizes, sizes_of, with_eager_attention
 from tilemoe.perf import training
 from tilemoe.perf.exchange import share_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.shape import MoEShape
 
+Attention = Literal["fused", "eager"]
 CARDS = (16, 24, 48, 80)  # GiB of memory
 CARD_BYTES = 0.95 * 2**30  # of each GiB that a card is sold with: the rest is the driver's
 # Bits of a frozen expert's value: its own, and its share of its block's scale.
@@ -126,8 +127,11 @@ def tuning_plan(
     storages: Sequence[str],
     optimizer: str,
     checkpointing: Checkpointing | None = None,
+    attention: Attention = "fused",
 ) -> dict[str, Any]:
     """Each storage of the experts, as plain values. checkpointing None: the cheapest with which a sequence fits."""
+    if attention == "eager":
+        model = with_eager_attention(sizes_of(model), seq_len)
     modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
     usable, rows = training.USABLE * gpu.memory_gb * 1e9, []
     for experts in storages:
@@ -149,6 +153,7 @@ def tuning_plan(
         "trained": adapter_parameters(tries[0]),
         "rank": rank,
         "optimizer": optimizer,
+        "attention": attention,
         "seq_len": seq_len,
         "memory_bytes": gpu.memory_gb * 10**9,
         "usable": training.USABLE,

@@ -200,12 +200,13 @@ def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
     nothing there: what is kept of it and what the backward has beside that add up to the same.
     """
     mixer = max(_mixer_bytes(mixer, tokens) for _, mixer in setup.sizes.mixers)
+    of_mixer = _BF16 * tokens * max(mixer.working for _, mixer in setup.sizes.mixers)
     if setup.checkpointing == "none":
-        return working
+        return max(working, of_mixer)
     if setup.checkpointing == "attention":
-        return max(working, mixer)
+        return max(working, mixer + of_mixer)
     dense = _dense_bytes(setup, tokens) if setup.sizes.num_dense_layers else 0
-    return _stream_bytes(setup, tokens) + mixer + max(dense, _experts_bytes(setup, tokens) + working)
+    return _stream_bytes(setup, tokens) + mixer + max(dense, _experts_bytes(setup, tokens) + working, of_mixer)
 
 
 def _stream_bytes(setup: Setup, tokens: int) -> int:
