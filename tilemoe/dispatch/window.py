@@ -168,7 +168,7 @@ class Windows:
                     "max_tokens=, the most of any process, or exchange='collective', to expert_parallel"
                 )
         if self._window is None or grows:
-            rows, _, layer = self.needed()
+            rows, _, layer = self.overflow().tolist()
             self._open(Limits(tokens, pairs, 0, score_words, row_bytes))
             self.overflow()[0], self.overflow()[2] = rows, layer  # of a window that had no room for them
             self._alarm[0] = rows
@@ -202,16 +202,9 @@ class Windows:
             return torch.zeros(3, dtype=torch.int32, device=self._device)
         return self._window.view.state[NEEDED_ROWS.value : NEEDED_LAYER.value + 1]
 
-    def needed(self) -> tuple[int, int, int]:
-        """(rows, tokens) that would have had to fit, 0 where all did, and the rows' layer; a host sync. The same on all
-        ranks.
-        """
-        rows, tokens, layer = self.overflow().tolist()
-        return rows, tokens, layer
-
     def check(self) -> None:
         """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
-        rows, tokens, layer = self.needed()
+        rows, tokens, layer = self.overflow().tolist()
         if rows or tokens:
             self._clear()
             room = self._limits.tokens
