@@ -312,7 +312,6 @@ def counted() -> Iterator[list[tuple[int, int]]]:
         window_ops.to_experts,
         window_ops.to_experts_again,
         window_ops.from_experts,
-        window_ops.gradients_home,
     ):
         operator._launches.known.clear()  # on a GPU launches would be repeated without a call
     with pytest.MonkeyPatch.context() as patch:

@@ -139,8 +139,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 def repeating(run: Callable[..., Any], like: Callable[..., Any] | None = None) -> Operator:
     """What repeats the launches of ``run``, whose arguments are those of ``like``."""
     if (like or run).__module__ == window.__name__:
-        puts_results = (like or run) in (window._from_experts, window._gradients_home)
-        arguments = window._WindowArguments(puts_results)
+        arguments = window._WindowArguments(puts_results=(like or run) is window._from_experts)
         return Operator("repeating", run, arguments=arguments, compiles_first=False)
     takes_plan = "backend" in signature(like or run).parameters
     return Operator("repeating", run, arguments=library.ROUTED if takes_plan else Arguments())

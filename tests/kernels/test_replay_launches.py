@@ -211,10 +211,10 @@ def rows_of(tokens: int) -> Tensor:
     return torch.zeros(tokens, D, dtype=BF16)
 
 
-def results_in_the_window(*more: Any) -> Args:
+def results_in_the_window(ds: torch.Tensor | None = None) -> Args:
     own = a_window()
     own._can_lend = own.has_results = True
-    return (own.lend(rows_of(RANKS * TOKENS)), *more, *places(), *([] if more else ["bf16"]), own)
+    return (own.lend(rows_of(RANKS * TOKENS)), ds, *places(), "bf16", own)
 
 
 def to_sums() -> Args:
@@ -257,19 +257,19 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
     "from the experts": (
         window._from_experts,
         3,
-        lambda: (rows_of(RANKS * TOKENS), *places(), "bf16", a_window()),
+        lambda: (rows_of(RANKS * TOKENS), None, *places(), "bf16", a_window()),
     ),
     "from the experts, in place": (window._from_experts, 2, results_in_the_window),
     "gradients home, in place": (
-        window._gradients_home,
+        window._from_experts,
         3,
         lambda: results_in_the_window(torch.zeros(3 * TOKENS)),
     ),
     "experts whose sums have memory": (library.moe_forward, None, to_sums),
     "gradients home": (
-        window._gradients_home,
+        window._from_experts,
         4,
-        lambda: (rows_of(RANKS * TOKENS), torch.zeros(3 * TOKENS), *places(), a_window()),
+        lambda: (rows_of(RANKS * TOKENS), torch.zeros(3 * TOKENS), *places(), "bf16", a_window()),
     ),
 }
 

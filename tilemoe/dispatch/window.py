@@ -121,7 +121,7 @@ class SentByWindow(NamedTuple):
         """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank
         order.
         """
-        total: Tensor = from_experts(o, *self.places, self.precision, self.window)
+        total: Tensor = from_experts(o, None, *self.places, self.precision, self.window)[0]
         return total
 
 

@@ -173,7 +173,7 @@ def _to_experts_fake(
 
 
 def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, ctx.window = args
+    *_, ctx.precision, ctx.window = args
     ctx.save_for_backward(args[0], *output[-len(Places._fields) :])
     ctx.mark_non_differentiable(*output[2:])
 
@@ -208,42 +208,36 @@ class Senders(NamedTuple):
 
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_scores = ctx.needs_input_grad[:2]
-    dx_home, ds_home = gradients_home(dx.contiguous(), ds.contiguous(), *saved_by(ctx)[1:], ctx.window)
+    dx_home, ds_home = from_experts(dx.contiguous(), ds.contiguous(), *saved_by(ctx)[1:], ctx.precision, ctx.window)
     del ctx.read
     return dx_home if needs_x else None, ds_home if needs_scores else None
 
 
-def _gradients_home(dx: Tensor, ds: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """From dx (M_max, d) and ds (Q_max): (T, d), each token's sum over its ranks, and the scores' gradients (P,)."""
-    places, window = Places(*rest[:-1]), rest[-1].view
-    kernels.put(window, None if rest[-1].has_results else dx, kernels.RESULTS, ds, places.counts)
-    dx_home = kernels.pull_sums(window, dx, places.agreed, places.counts, places.copy_of_token)
-    return dx_home, kernels.pull_scores(window, ds, places.agreed, places.position_of_pair)
-
-
-def _gradients_home_fake(dx: Tensor, ds: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    places, ranks = Places(*rest[:-1]), rest[-1].view.ranks
-    tokens = places.copy_of_token.shape[0] // ranks
-    return dx.new_empty(tokens, dx.shape[1]), ds.new_empty(places.position_of_pair.shape[0])
-
-
-def _from_experts(o: Tensor, *rest: Any) -> Tensor:
-    """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to."""
+def _from_experts(rows: Tensor, ds: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    """From o or dx (M_max, d): (T, d), each token's sum over the ranks that it was sent to. From the gradients of the
+    received scores ds (Q_max): those of the scores (P,).
+    """
     places, window = Places(*rest[:-2]), rest[-1].view
-    kernels.put(window, None if rest[-1].has_results else o, kernels.RESULTS, counts=places.counts)
-    return kernels.pull_sums(window, o, places.agreed, places.counts, places.copy_of_token)
+    kernels.put(window, None if rest[-1].has_results else rows, kernels.RESULTS, ds, places.counts)
+    sums = kernels.pull_sums(window, rows, places.agreed, places.counts, places.copy_of_token)
+    return sums, None if ds is None else kernels.pull_scores(window, ds, places.agreed, places.position_of_pair)
 
 
-def _from_experts_fake(o: Tensor, *rest: Any) -> Tensor:
-    return o.new_empty(Places(*rest[:-2]).copy_of_token.shape[0] // rest[-1].view.ranks, o.shape[1])
+def _from_experts_fake(rows: Tensor, ds: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    places, ranks = Places(*rest[:-2]), rest[-1].view.ranks
+    sums = rows.new_empty(places.copy_of_token.shape[0] // ranks, rows.shape[1])
+    return sums, None if ds is None else ds.new_empty(places.position_of_pair.shape[0])
 
 
-def _save_from_experts(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    _, *places, ctx.precision, ctx.window = args
+def _save_from_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    _, ds, *places, ctx.precision, ctx.window = args
+    ctx.is_backward = ds is not None
     ctx.save_for_backward(*places)
 
 
-def _from_experts_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+def _from_experts_backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if ctx.is_backward:
+        raise RuntimeError(_ONCE)
     return (to_experts_again(do.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.window),)
 
 
@@ -274,8 +268,8 @@ def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
 
 _PLACES = "Tensor agreed, Tensor counts, Tensor token_of_received, Tensor copy_of_token, Tensor position_of_pair"
 _INDICES = ", ".join(["Tensor"] * 11)
+_ONCE = "expert parallelism is differentiable once: take the first gradient without create_graph=True"
 _puts_tokens = partial(Operator, arguments=_WindowArguments(puts_results=False), compiles_first=False)
-_puts_results = partial(Operator, arguments=_WindowArguments(puts_results=True), compiles_first=False)
 to_experts = _puts_tokens(
     "to_experts",
     _to_experts,
@@ -284,14 +278,13 @@ to_experts = _puts_tokens(
     f"(Tensor, Tensor, {_INDICES})",
     _to_experts_fake,
 )
-gradients_home = _puts_results(
-    "gradients_home",
-    _gradients_home,
-    f"(Tensor dx, Tensor ds, {_PLACES}, str window) -> (Tensor, Tensor)",
-    _gradients_home_fake,
-)
-from_experts = _puts_results(
-    "from_experts", _from_experts, f"(Tensor o, {_PLACES}, str precision, str window) -> Tensor", _from_experts_fake
+from_experts = Operator(
+    "from_experts",
+    _from_experts,
+    f"(Tensor rows, Tensor? ds, {_PLACES}, str precision, str window) -> (Tensor, Tensor)",
+    _from_experts_fake,
+    _WindowArguments(puts_results=True),
+    compiles_first=False,
 )
 to_experts_again = _puts_tokens(
     "to_experts_again",
@@ -301,6 +294,4 @@ to_experts_again = _puts_tokens(
 )
 to_experts.register_autograd(_to_experts_backward, _save_to_experts)
 from_experts.register_autograd(_from_experts_backward, _save_from_experts)
-_ONCE = "expert parallelism is differentiable once: take the first gradient without create_graph=True"
-gradients_home.refuse_autograd(_ONCE)
 to_experts_again.refuse_autograd(_ONCE)
