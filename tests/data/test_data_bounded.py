@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +61,14 @@ ATTACKS = {
     "a table in tables": DOUBLED.replace("SET", "{% set ns.x = dict(a=ns.x, b=ns.x) %}") + "{{ ns.x | tojson }}",
     "a namespace in others": DOUBLED.replace("SET", "{% set ns.x = namespace(a=ns.x, b=ns.x) %}") + "{{ ns.x }}",
     "filler": "{{ lipsum(n=10 ** 9) }}",
+    "sorted": "{{ ('a' * 3 * 10 ** 7) | sort }}",
+    "wrapped": "{{ ('a' * 10 ** 7) | wordwrap(1) }}",
+    "a codec": "{{ ('\\xfc' * 10 ** 7).encode('idna') }}",
+    "a date": "{{ strftime_now('%c' * 10 ** 8) }}",
+    "slices": "{% set s = 'a' * 6 * 10 ** 7 %}" + "{% set x = s[1:] %}" * 3000,
+    "comparisons": "{% set a = 'a' * 6 * 10 ** 7 %}{% set b = a ~ '' %}" + "{% set x = a == b %}" * 3000,
+    "characters": "{% set s = 'a' * 6 * 10 ** 7 %}{{ [s | list, s | list, s | list, s | list, s | list] | length }}",
+    "titles": "{{ ('a-' * 10 ** 8) | title }}",
     "a long template": "{{ 1 }}" * 99_999,
     "a deep template": "{{ " + "(" * 9_999 + "1" + ")" * 9_999 + " }}",
 }  # fmt: skip
@@ -71,21 +79,46 @@ def with_template(source: str) -> Tokenizer:
     return Tokenizer(tokenizer.backend, "any", ChatTemplate(source, (("eos_token", "<0x00>"),)))
 
 
-# These take a second, too, for what others show.
-SLOW = {"loops that write", "loops over ranges", "loops with a condition", "loops that recur", "a caller"}
-SLOW |= {"a table in tables", "a namespace in others"}
+# One of each kind: a process is begun for each, and some take their second.
+SELECTED = {"loops that write", "sorted", "characters", "a constant filter", "a long template", "a deep template"}
 
 
 @pytest.mark.parametrize(
-    "attack", [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) for name in ATTACKS]
+    "attack", [pytest.param(name, marks=() if name in SELECTED else pytest.mark.thorough) for name in ATTACKS]
 )
 def test_a_template_ends_in_bounded_time_and_memory(attack: str) -> None:
-    encoder, before = ChatEncoder(with_template(ATTACKS[attack])), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.thread_time()
+    encoder, before = ChatEncoder(with_template(ATTACKS[attack])), resource.getrusage(resource.RUSAGE_SELF)
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
     with raises_one_line("a.jsonl:3: the chat template does not take it .*; correct or remove the line"):
         encoder.encode(Conversation("a.jsonl:3", MESSAGES))
-    assert time.thread_time() - start < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    del encoder  # and its process, whose times are counted when it has ended
+    ended, after = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+    assert ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime < 5
+    assert after.ru_utime - before.ru_utime < 5
+    assert after.ru_maxrss - before.ru_maxrss < 1 << 20  # KiB
+
+
+def test_a_process_is_begun_anew_and_ends_with_its_renderer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "jinja2.py").write_text("raise SystemExit")  # in the current folder, which may be anybody's
+    monkeypatch.chdir(tmp_path)
+    renderer = Renderer("{% if messages | length == 2 %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages[0].content }}")
+    for _ in range(2):
+        with raises_one_line("it takes more time, or makes longer texts, than any should"):
+            renderer.render([*MESSAGES])
+        assert renderer.render([MESSAGES[0]]) == ("Hi", [])
+    process = renderer._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    with raises_one_line("it takes more time"):
+        renderer.render([MESSAGES[0]])
+    assert renderer.render([MESSAGES[0]]) == ("Hi", [])
+    other = Renderer("x")
+    other.render([])
+    process = other._process
+    assert process is not None
+    del other
+    assert process.returncode is not None
 
 
 TEMPLATES = (
@@ -107,21 +140,23 @@ TEMPLATES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize(
+    "source", [*TEMPLATES[:2], *(pytest.param(each, marks=pytest.mark.thorough) for each in TEMPLATES[2:])]
+)
 def test_the_text_is_that_of_transformers(source: str) -> None:
     more_of_it = {"content": "né 漢!\n ", "n": 2**70, "reasoning": "r"}
     messages: list[dict[str, Any]] = [*map(dict, MESSAGES), {"role": "user", **more_of_it}]
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer = Renderer(source)
     for more in ({}, {"add_generation_prompt": True}):
         texts, marks = render_jinja_template(
             [messages], chat_template=source, return_assistant_tokens_mask="generation" in source, **more, **tokens
         )
-        renderer = Renderer(source)
         assert renderer.render(messages, **more, **tokens) == (texts[0], marks[0] if marks else [])
         assert renderer.render(messages, **more, **tokens)[0] == texts[0]
 
 
 def test_long_conversations_are_no_attack() -> None:
     messages = [{"role": "user", "content": "word " * 20_000}, {"role": "assistant", "content": "Yo! " * 5000}] * 20
-    for source in TEMPLATES[:5]:
+    for source in TEMPLATES[2:4]:
         assert len(Renderer(source).render(messages, eos_token="")[0]) > 1_000_000

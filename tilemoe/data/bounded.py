@@ -1,168 +1,111 @@
-"""Chat templates, which anybody may have written, rendered as transformers does but in bounded time and memory.
+"""Chat templates, which anybody may have written, rendered by transformers in a process of its own, which is bounded.
 
-Jinja's sandbox keeps a template from the process, not from looping or growing. Here each turn of a loop, call of a
-macro and piece of output, and each operation by which a text or a list grows, is paid from a budget before it is done.
+Jinja's sandbox keeps a template from the process, not from looping or growing: the system ends a process that takes
+more of its processor's time, and gives it no more memory. This file is that process' program, too, which reads a
+rendering's arguments and writes what came of it, a line of JSON each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
-import re
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import wraps
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_context
-from jinja2.runtime import Macro
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
-from transformers.utils.chat_template_utils import _cached_compile_jinja_template, render_jinja_template
-
-_SECONDS, _BUDGET = 1.0, 1 << 27  # of a rendering: of the processor's time, and of characters
+_SECONDS, _MEMORY = 1.0, 2 << 30  # of a rendering: of the processor's time, and bytes
 _LONGEST = 1 << 17  # characters of a template: the known ones have up to 30,000
-_GROWING = frozenset(  # operators, filters and methods of texts whose results may be larger than what they are given
-    {
-        "%", "*", "**", "batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace",
-        "rjust", "round", "slice", "to_bytes", "tojson", "translate", "truncate", "urlize", "wordwrap", "xmlattr",
-        "zfill",
-    }
-)  # fmt: skip
-_OPERATORS = frozenset({"+", "*", "**", "%"})
-_FORMATS = frozenset({"format", "format_map", "%"})
-_GIVEN_WIDTH = re.compile(r"%[-+ #0]*\*|\{[^{}]+\{")  # a width that is not in the format but among what it is given
+_LONGEST_ANSWER = 1 << 28  # bytes
+_TOO_MUCH = "it takes more time, or makes longer texts, than any should"
+# Modules are those of this process, not those that lie in the current folder.
+_PROGRAM = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], {}, '__main__')"
 
 
 class Renderer:
-    """A template, compiled. Its errors are those of any program; TemplateError: it takes too much."""
+    """A chat template. ImportError: Jinja or transformers is not installed; ValueError: it is too long."""
 
     def __init__(self, source: str) -> None:
+        for name in ("jinja2", "transformers"):
+            if find_spec(name) is None:
+                raise ImportError(f"no module named {name!r}")
         if len(source) > _LONGEST:
-            raise TemplateError(f"it has more than {_LONGEST:,} characters")
-        self._begin()
-        # transformers' own, with its filters, functions and {% generation %}, made of another template than `source`,
-        # for Jinja computes what is constant while it compiles.
-        env = _cached_compile_jinja_template("").environment
-        del env.globals["lipsum"]
-        env.finalize = self._output
-        env.filters = {name: self._paid(name, apply) for name, apply in env.filters.items()}
-        env.filters |= {"step": self._step, "made": self._output}
-        env.intercepted_binops = _OPERATORS
-        env.binop_table = {sign: self._paid(sign, apply) for sign, apply in env.binop_table.items()}
-        self._call, env.call = env.call, self._called
-        self._env = env
-        self._template = env.from_string(_Paying().visit(env.parse(source)))
+            raise ValueError(f"it has more than {_LONGEST:,} characters")
+        self._source = source
+        self._process: subprocess.Popen[bytes] | None = None
 
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **tokens: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and which of its characters ``{% generation %}`` marks."""
-        (plain,), _ = render_jinja_template([messages], chat_template="{{ messages | tojson }}")  # as it gives them
-        given = {"messages": json.loads(plain), "add_generation_prompt": add_generation_prompt, **tokens}
-        self._begin()
-        pieces: list[str] = []
-        marked: list[tuple[int, int]] = []
-        with self._env.activate_tracker(pieces, marked):
-            for piece in self._template.generate(**given, tools=None, documents=None):
-                pieces.append(piece)  # noqa: PERF402 (one by one: what marks looks at them)
-        return "".join(pieces), marked
-
-    def _begin(self) -> None:
-        self._deadline, self._left = time.thread_time() + _SECONDS, _BUDGET
-
-    def _pay(self, work: int) -> None:
-        self._left -= work
-        if self._left < 0 or time.thread_time() > self._deadline:
-            raise TemplateError("it takes more steps, or makes longer texts, than any should")
-
-    @pass_context  # or Jinja would apply it to a constant once for all
-    def _step(self, _: Any, characters: int) -> None:
-        self._pay(1 + characters)
-
-    def _output(self, value: Any) -> Any:
-        self._pay(self._size(value))
-        return value
-
-    def _paid(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """``apply``, a filter or an operator, paid."""
-
-        @wraps(apply)
-        def paid(*given: Any, **options: Any) -> Any:
-            if name in _GROWING:
-                given = tuple([*value] if isinstance(value, Iterator) else value for value in given)
-            self._pay(self._work(name, [*given, *options.values()]))
-            return apply(*given, **options)
-
-        return paid
-
-    def _called(self, context: Any, called: Any, /, *given: Any, **options: Any) -> Any:
-        method = getattr(called, "__wrapped__", called)  # Jinja replaces the texts' method format
-        owner = getattr(method, "__self__", None)
-        if isinstance(owner, (str, bytes, int)):
-            given = tuple([*value] if isinstance(value, Iterator) else value for value in given)
-            self._pay(self._work(method.__name__, [owner, *given, *options.values()]))
-        else:  # of macros the body is paid; tables and namespaces hold what they are given
-            self._output([] if isinstance(called, Macro) else [*given, *options.values()])
-        return self._call(context, called, *given, **options)
-
-    def _work(self, name: str, given: list[Any]) -> int:
-        """The most characters and items, or bits of a number, that an operation makes."""
-        if name in _OPERATORS and all(isinstance(value, (int, float)) for value in given):
-            bits = [int(value).bit_length() for value in given]
-            return bits[0] * abs(int(given[1])) if name == "**" else math.prod(bits)
-        if name == "+":
-            return sum(len(value) for value in given if isinstance(value, Collection))
-        if name not in _GROWING:
-            return 0
-        given = [value for value in given if isinstance(value, (int, Collection))]  # no context of Jinja's
-        if name in _FORMATS:
-            form = str(given[0])
-            widest = max(map(int, re.findall(r"\d+", form)), default=0)
-            return _BUDGET + 1 if _GIVEN_WIDTH.search(form) else len(form) * (widest + self._size(given[1:]))
-        if name == "replace":
-            del given[1]  # what is replaced
-        return math.prod(abs(value) or 1 if isinstance(value, int) else self._size(value) or 1 for value in given)
-
-    def _size(self, value: Any) -> int:
-        """Characters in it, and 64 for each item, which takes as long; no more are counted than are left."""
-        size, left = 0, [value]
-        while left and size <= self._left:
-            value = left.pop()
-            size += len(value) if isinstance(value, (str, bytes)) else 64
-            if isinstance(value, Namespace):
-                value = value._Namespace__attrs
-            if isinstance(value, Mapping):
-                left += [*value.keys(), *value.values()]
-            elif isinstance(value, Collection) and not isinstance(value, (str, bytes)):
-                left += value
-        return size
+        """The text, and which of its characters ``{% generation %}`` marks. ValueError: it fails, or takes too much."""
+        given = {"conversations": [messages], "chat_template": self._source, **tokens}
+        asked = json.dumps(given | {"add_generation_prompt": add_generation_prompt}).encode() + b"\n"
+        if self._process is None:
+            self._process = _started()
+            weakref.finalize(self, _end, self._process)
+        to, answers = self._process.stdin, self._process.stdout
+        assert to is not None, "a pipe"
+        assert answers is not None, "a pipe"
+        said = b""
+        with contextlib.suppress(BrokenPipeError):
+            to.write(asked)
+            to.flush()
+            said = answers.readline(_LONGEST_ANSWER)
+        if not said.endswith(b"\n"):
+            _end(self._process)
+            self._process = None  # the next rendering begins anew
+            raise ValueError(_TOO_MUCH)
+        answer = json.loads(said)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"], [(first, end) for first, end in answer["marked"]]
 
 
-class _Paying(NodeTransformer):
-    """Rewrites a template, so that it pays where Jinja calls nothing that could be replaced."""
-
-    def visit_For(self, node: Any) -> Any:
-        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(text), "step")))
-        return node
-
-    visit_Macro = visit_CallBlock = visit_For
-
-    def visit_Concat(self, node: Any) -> Any:
-        self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes), "join")
-
-    def visit_List(self, node: Any) -> Any:
-        self.generic_visit(node)
-        return _filtered(node, "made")
-
-    visit_Dict = visit_List
-
-    def visit_Tuple(self, node: Any) -> Any:
-        return self.visit_List(node) if node.ctx == "load" else self.generic_visit(node)
+def _started() -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C is only ours; it ends when its input does."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), str(Path(__file__))],
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
-def _filtered(node: Any, name: str) -> Any:
-    return nodes.Filter(node, name, [], [], None, None)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with contextlib.suppress(BrokenPipeError), process:  # it has not read all; it is waited for
+        pass
+
+
+def _serve() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process
+    with contextlib.suppress(OSError, ValueError):  # no system but Linux tells, or limits, it
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + _MEMORY, now + _MEMORY))
+    for line in sys.stdin.buffer:
+        given = json.loads(line)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+            texts, marked = render_jinja_template(**given, return_assistant_tokens_mask=True)
+            answer = {"text": texts[0], "marked": marked[0]}
+        except MemoryError:
+            answer = {"error": _TOO_MUCH}
+        except Exception as error:  # a template is a program, and may fail like any
+            answer = {"error": str(error) or type(error).__name__}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()
