@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
-from tilemoe.integrations.quantized_weight import FrozenWeight, quantized_weights, weight_names
+from tilemoe.integrations.quantized_weight import (
+    FrozenWeight,
+    LowRank,
+    adapters_of,
+    quantized_weights,
+    weight_names,
+)
 from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.testing import assert_equal
 
@@ -110,36 +116,68 @@ def test_peft_s_path_makes_no_weight_whole() -> None:
     size = 16 * 64 * 64  # of down_proj; the adapters' largest has 16 * 128
     assert largest(peft) <= size // 8
     dequantize_experts(peft)
-    assert largest(peft) >= 2 * size, "PEFT makes plain weights whole"
-    integration.use(peft)
-    assert largest(peft) <= size // 8, "after it, none of those either"
+    assert largest(peft) <= size // 8, "nor of plain weights"
+    model.set_experts_implementation("grouped_mm")
+    assert largest(peft) >= 2 * size, "as PEFT does"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_on_plain_experts_are_what_peft_makes_of_them(family: str) -> None:
-    """After `use` of a model that PEFT has wrapped: one adapter, two at once, none, eager experts, and taken away."""
-    peft = adapted(wide(family))
+def of_active_adapters(peft: Any) -> list[Any]:
+    """One adapter of two, both, the other one, of another rank and scale, and none."""
+    found: list[Any] = []
+    for active in (["default"], ["default", "second"], ["second"]):
+        peft.base_model.set_adapter(active)
+        found.append(step(peft))
+    with peft.disable_adapter():
+        return [*found, peft(input_ids=tokens()).logits]
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [("gpt_oss", "wrapped"), ("qwen3_moe", "used"), ("gpt_oss", "mxfp4"), ("olmoe", "nf4_double")],
+)
+def test_any_number_of_adapters_is_active_at_once(family: str, kept: str) -> None:
+    """On experts in 4 bit, and on plain ones that PEFT wraps before or after `use`; then by eager experts."""
+    model = wide(family)
+    if kept == "used":
+        integration.use(model)
+    elif kept != "wrapped":
+        quantize_experts(model, kept)
+    peft = adapted(model)
     peft.add_adapter("second", LoraConfig(r=3, target_modules=[], target_parameters=EXPERTS))
     for parameter in peft.parameters():
         if parameter.ndim == 2 and not parameter.any():
             nn.init.normal_(parameter, 0.0, 0.1, torch.Generator().manual_seed(1))
-    model = peft.get_base_model()
-    model.set_experts_implementation("eager")
-    for taken in (False, True):
-        found = []
-        for active in (["default"], ["default", "second"]):
-            peft.base_model.set_adapter(active)
-            found.append(step(peft))
-        with peft.disable_adapter():
-            found.append(peft(input_ids=tokens()).logits)
-        if not taken:
-            want = found
-            integration.use(peft)
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-    model.set_experts_implementation("eager")
-    assert_equal(step(copy.deepcopy(peft))[1:2], want[1][1:2])
+    if kept == "wrapped":
+        integration.use(peft)
+    found = of_active_adapters(peft)
+    dequantize_experts(peft)
+    copied = copy.deepcopy(peft)
+    for each in (peft, copied):
+        each.get_base_model().set_experts_implementation("eager")
+        torch.testing.assert_close(found, of_active_adapters(each), rtol=1e-4, atol=1e-5)
     model.set_experts_implementation("tilemoe")
-    torch.testing.assert_close(peft.unload()(input_ids=tokens()).logits, want[2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(peft.unload()(input_ids=tokens()).logits, found[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_become_of_a_rank_and_a_scale_that_kernels_take() -> None:
+    """Of two scales, one of them 0; on a GPU the rank is a multiple of 8."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    w1, w2 = FrozenWeight(drawn(2, 8, 4), torch.float32), FrozenWeight(drawn(2, 4, 4), torch.float32)
+    one, other = LowRank(drawn(2, 8, 3), drawn(2, 3, 4), 0.0), LowRank(drawn(2, 4, 2), drawn(2, 2, 4), 3.0)
+    found = adapters_of(w1.with_product(one), w2.with_product(other))
+    assert (found.up_a.shape[1], found.down_a.shape[1]) == (3, 3)
+    torch.testing.assert_close(found.scale * found.up_b @ found.up_a, torch.zeros(2, 8, 4))
+    torch.testing.assert_close(found.scale * found.down_b @ found.down_a, 3.0 * other.left @ other.right)
+    both = w2.with_product(other).with_product(LowRank(drawn(2, 4, 1), drawn(2, 1, 4), 0.0)).added
+    assert both is not None
+    torch.testing.assert_close(both.scale * both.left @ both.right, 3.0 * other.left @ other.right)
+    elsewhere = [FrozenWeight(weight.stored.to("meta"), torch.float32) for weight in (w1, w2)]  # type: ignore[union-attr]
+    moved = LowRank(other.left.to("meta"), other.right.to("meta"), 3.0)
+    assert adapters_of(elsewhere[0], elsewhere[1].with_product(moved)).up_a.shape == (2, 8, 4)
 
 
 @pytest.mark.parametrize("storage", ["nf4_double", "mxfp4"])
@@ -150,6 +188,7 @@ def test_other_storages(family: str, storage: str) -> None:
     peft = adapted(model)
     found = step(peft)
     dequantize_experts(peft)
+    model.set_experts_implementation("eager")
     torch.testing.assert_close(found, step(peft), rtol=1e-4, atol=1e-5)
 
 
@@ -171,6 +210,7 @@ def test_whatever_peft_adapts(settings: dict[str, Any]) -> None:
     with peft.disable_adapter():
         assert not torch.allclose(peft(input_ids=tokens()).logits, found[1], atol=1e-3)
     dequantize_experts(peft)
+    model.set_experts_implementation("eager")
     torch.testing.assert_close(found, step(peft), rtol=1e-4, atol=1e-5)
 
 
@@ -183,7 +223,9 @@ def test_bits_are_those_of_the_kernels_format_and_weights_stay_frozen() -> None:
         want = quantize_nf4(plain.get_parameter(f"{key}.{name}"))
         assert_equal(weight.tensors(), [want.codes, want.absmax])
     module.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"has gate_up_proj in 4 bit, which cannot be trained; call gate_up_proj.req"):
+    with pytest.raises(
+        ValueError, match=r"has gate_up_proj in 4 bit, which cannot be trained; leave it out of PEFT's mod"
+    ):
         model(input_ids=tokens())
 
 
@@ -217,10 +259,6 @@ def test_what_would_need_plain_weights_says_so() -> None:
     peft = adapted(model)
     with pytest.raises(ValueError, match=r"dequantize_experts\(model\) makes it plain again"):
         peft.merge_and_unload()
-    peft.add_adapter("second", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
-    peft.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ValueError, match="4 bit"):
-        peft(input_ids=tokens())
 
 
 def test_a_merged_model_is_plain(tmp_path: Path) -> None:

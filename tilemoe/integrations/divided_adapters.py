@@ -28,21 +28,15 @@ def wrappers_of(model: nn.Module, name: str) -> list[nn.Module]:
 
     ValueError: there is another, whose adapter is not of single experts.
     """
-    experts, found = model.get_submodule(name), _all_wrappers(model, name)
-    for path, wrapper in found.items():
-        if getattr(wrapper, "parameter_name", None) not in weight_names(experts):
-            raise ValueError(
-                f"module has an adapter of PEFT ({path}) on something else than the experts' two weights, which stays "
-                "whole; merge it, or shard the model by fully_shard alone"
-            )
-    return list(found.values())
-
-
-def _all_wrappers(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    found = {}
+    experts, found = model.get_submodule(name), []
     while name.endswith("base_layer"):
         name = name.removesuffix("base_layer").removesuffix(".")
-        found[name] = model.get_submodule(name)
+        found.append(wrapper := model.get_submodule(name))
+        if getattr(wrapper, "parameter_name", None) not in weight_names(experts):
+            raise ValueError(
+                f"module has an adapter of PEFT ({name}) on something else than the experts' two weights, which stays "
+                "whole; merge it, or shard the model by fully_shard alone"
+            )
     return found
 
 
@@ -52,11 +46,10 @@ def divide_adapters(experts: nn.Module, wrappers: list[nn.Module], first: int) -
         vars(wrapper)[_ACTIVATE] = partial(_lend, wrapper, experts, first)
 
 
-def take_adapters(model: nn.Module, name: str) -> None:
-    """As `divide_adapters`, of the experts module of this name, which is whole, if its wrappers are of its weights."""
-    experts, wrappers = model.get_submodule(name), list(_all_wrappers(model, name).values())
-    of_weights = [each for each in wrappers if getattr(each, "parameter_name", None) in weight_names(experts)]
-    if wrappers == of_weights and not any(_ACTIVATE in vars(wrapper) for wrapper in wrappers):
+def take_adapters(experts: nn.Module, wrappers: list[nn.Module]) -> None:
+    """As `divide_adapters`, of experts that are whole, if each wrapper is of a weight of theirs."""
+    of_weights = [getattr(each, "parameter_name", None) in weight_names(experts) for each in wrappers]
+    if all(of_weights) and not any(_ACTIVATE in vars(wrapper) for wrapper in wrappers):
         divide_adapters(experts, wrappers, 0)
 
 

@@ -26,7 +26,7 @@ from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.ops.lora import Adapters
 
 _MXFP4 = Mxfp4Weight.name
-_MISSING_RANK = 8  # of an adapter of zeros; kernels on a GPU take multiples of 8
+_RANK_MULTIPLE = 8  # that kernels on a GPU take
 _INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
 
 
@@ -77,8 +77,8 @@ class FrozenWeight(Tensor):
     def with_product(self, more: LowRank) -> FrozenWeight:
         """With ``more`` added to what is: adapters beside each other are one of their summed rank."""
         if self.added is not None:
-            left = torch.cat((self.added.left * (self.added.scale / more.scale), more.left), 2)
-            more = LowRank(left, torch.cat((self.added.right, more.right), 1), more.scale)
+            (one, other), scale = _of_one_scale(self.added, more)
+            more = LowRank(torch.cat((one, other), 2), torch.cat((self.added.right, more.right), 1), scale)
         return FrozenWeight(self.stored, self.dtype, more)
 
     @torch.no_grad()
@@ -174,24 +174,37 @@ _SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
 def adapters_of(w1: FrozenWeight, w2: FrozenWeight) -> Adapters:
     """What PEFT adds to w1 (E, w, d) and w2 (E, d, n); zeros for a weight to which it adds nothing.
 
-    Of two ranks the smaller is filled up by zeros, and of two scales w2's is multiplied into down_b.
+    Ranks are filled up by zeros to one that kernels take; two scales are multiplied into up_b and down_b.
     """
-    rank = max((each.added.left.shape[2] for each in (w1, w2) if each.added), default=_MISSING_RANK)
-    (up_b, up_a, scale), (down_b, down_a, scale2) = _of_rank(w1, rank), _of_rank(w2, rank)
-    if w1.added is None:
-        scale = scale2
-    elif w2.added is not None and scale2 != scale:
-        down_b = down_b * (scale2 / scale)
-    return Adapters(up_a.contiguous(), up_b.contiguous(), down_a.contiguous(), down_b.contiguous(), scale)
+    ranks = [each.added.left.shape[2] for each in (w1, w2) if each.added] or [1]
+    rank = filled_rank(max(ranks), w1.device)
+    up, down = _of_rank(w1, w2, rank), _of_rank(w2, w1, rank)
+    (up_b, down_b), scale = _of_one_scale(up, down)
+    return Adapters(up.right.contiguous(), up_b.contiguous(), down.right.contiguous(), down_b.contiguous(), scale)
 
 
-def _of_rank(weight: FrozenWeight, rank: int) -> LowRank:
+def filled_rank(rank: int, device: torch.device) -> int:
+    """What `adapters_of` fills a rank up to."""
+    return rank if device.type == "cpu" else -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+
+
+def _of_one_scale(one: LowRank, other: LowRank) -> tuple[tuple[Tensor, Tensor], float]:
+    """The left factors of both, multiplied by their scales unless these are equal, and the scale that is left."""
+    if one.scale == other.scale:
+        return (one.left, other.left), one.scale
+    return (one.left * one.scale, other.left * other.scale), 1.0
+
+
+def _of_rank(weight: FrozenWeight, other: FrozenWeight, rank: int) -> LowRank:
+    """What is added to ``weight``, of this rank; else zeros, of the scale of the ``other`` one."""
     if weight.added is None:
         experts, p, q = weight.shape
         zeros = partial(torch.zeros, dtype=weight.dtype, device=weight.device)
-        return LowRank(zeros(experts, p, rank), zeros(experts, rank, q), 1.0)
+        return LowRank(zeros(experts, p, rank), zeros(experts, rank, q), other.added.scale if other.added else 1.0)
     left, right, scale = weight.added
     more = rank - left.shape[2]
+    if not more:
+        return weight.added
     return LowRank(nn.functional.pad(left, (0, more)), nn.functional.pad(right, (0, 0, 0, more)), scale)
 
 

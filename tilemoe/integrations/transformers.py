@@ -120,8 +120,23 @@ def use(model: nn.Module) -> int:
         if config._experts_implementation != NAME:  # a copy of experts has one of its own, which the model cannot reach
             config._experts_implementation = NAME
     for name in modules:
-        take_adapters(model, name)
+        block = model.get_submodule(outermost(name).rpartition(".")[0])
+        if _take_adapters not in block._forward_pre_hooks.values():
+            block.register_forward_pre_hook(_take_adapters)
     return len({layer_of(name) for name in modules})
+
+
+def _take_adapters(block: nn.Module, *_: Any) -> None:
+    """Forward pre-hook of what calls experts: PEFT may wrap them later. Its wrappers then lend the adapters' factors,
+    so that any number may be active, and no weight is made whole.
+    """
+    for child in () if torch.compiler.is_compiling() else block.children():
+        wrappers, inner = [], child
+        while "base_layer" in inner._modules:
+            wrappers.append(inner)
+            inner = inner.get_submodule("base_layer")
+        if wrappers and is_experts_module(inner) and _DISPATCHER not in vars(inner):
+            take_adapters(inner, wrappers)
 
 
 def _refuse_liger(model: nn.Module) -> None:
@@ -261,7 +276,8 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     if isinstance(tensor, FrozenWeight):
         if tensor.requires_grad:
             raise ValueError(
-                f"{name_of(module)} has {name} in 4 bit, which cannot be trained; call {name}.requires_grad_(False)"
+                f"{name_of(module)} has {name} in 4 bit, which cannot be trained; leave it out of PEFT's "
+                f"modules_to_save, or call {name}.requires_grad_(False)"
             )
         return with_adapters(module, name, tensor)
     # A tensor that stands for others, too: some quantised ones say bf16 of themselves.

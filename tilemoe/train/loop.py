@@ -25,6 +25,7 @@ from torch import Tensor
 from tilemoe.data import Mixture, Prepared
 from tilemoe.data.shards import read_index
 from tilemoe.integrations.hf_decoder import HFDecoder
+from tilemoe.integrations.quantized_weight import filled_rank
 from tilemoe.kernels.choose import Choice, choose_experts, choose_projections
 from tilemoe.layers.experts import Experts, accumulate_grads
 from tilemoe.layers.lora import LoRAExperts
@@ -156,7 +157,8 @@ class Trainer:
                 found[f"experts, d={widths[0]}, n={widths[1]}, in {precision}"] = choice
         if isinstance(self.model, HFDecoder) and self.recipe.lora is not None:
             for d, n in sorted(self.model.expert_widths()):
-                choice = choose_experts(self.device, dtype, [d, n, self.recipe.lora.rank])
+                rank = filled_rank(self.recipe.lora.rank, self.device)
+                choice = choose_experts(self.device, dtype, [d, n, rank])
                 found[f"experts, d={d}, n={n}, in {str(dtype).removeprefix('torch.')}"] = choice
         if self.recipe.train.dense_precision == "fp8":
             found["attention's projections"] = choose_projections(self.device)
