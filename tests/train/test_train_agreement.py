@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,13 @@ from processes import run
 from test_train_distributed import written
 
 from tilemoe.data import prepare
+from tilemoe.files import sha256_file
+from tilemoe.models import sums
+from tilemoe.models.sums import file_entries
 from tilemoe.train.config import Recipe
+from tilemoe.train.job import collective
 from tilemoe.train.job.agreement import DisagreementError, require_same
+from tilemoe.train.job.collective import entries_of_hosts
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import settings_of_process
 
@@ -87,6 +94,49 @@ def of_ranks(settings: list[dict[str, Any]]) -> list[str]:
 
     run_in_threads(*(lambda rank=rank: run(rank) for rank in range(len(settings))))
     return found
+
+
+def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes on one host and two on another: all get the entries of all files, or all the same error."""
+    hosts = {"a": (0, 1, 2), "b": (3, 4)}
+    host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+    for host in hosts:
+        (tmp_path / host).mkdir()
+        for name in "pqrst":
+            (tmp_path / host / name).write_text(name)
+    here, barrier, given = threading.local(), threading.Barrier(len(host_of)), dict[int, Any]()
+    hashed: list[Path] = []
+
+    def gathered(value: Any, job: Job) -> list[Any]:
+        given[job.rank] = value
+        barrier.wait(10)
+        values = [given[rank] for rank in sorted(given)]
+        barrier.wait(10)
+        return values
+
+    def found_by_all() -> list[Any]:
+        found: dict[int, Any] = {}
+
+        def run(rank: int) -> None:
+            here.host = host_of[rank]
+            try:
+                found[rank] = entries_of_hosts(list((tmp_path / here.host).iterdir()), Job(rank, len(host_of)))
+            except DisagreementError as error:
+                found[rank] = str(error).rpartition("/")[2]
+
+        run_in_threads(*(partial(run, rank) for rank in host_of))
+        return [found[rank] for rank in host_of]
+
+    monkeypatch.setattr(collective, "objects_of_processes", gathered)
+    monkeypatch.setattr(collective.socket, "gethostname", lambda: here.host)
+    entries = file_entries(tmp_path.glob("a/*"))
+    monkeypatch.setattr(sums, "sha256_file", lambda path: hashed.append(path) or sha256_file(path))
+    assert found_by_all() == [entries] * 5
+    assert sorted(hashed) == sorted(tmp_path.glob("*/*"))
+    (tmp_path / "b" / "q").write_text("other")
+    for change, rank in ((lambda: None, 4), ((tmp_path / "b" / "q").unlink, 3)):
+        change()
+        assert {line[3:] for line in found_by_all()} == {f"q is another on the host of rank {rank}; copy it again"}
 
 
 def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, read_settings
 from tilemoe.models.hf_config import ARCHITECTURES, number
 from tilemoe.models.sizes import ModelSizes
-from tilemoe.models.sums import canonical, checked, file_entries
+from tilemoe.models.sums import Entries, canonical, file_entries, require_listed
 
 _NO_LIMIT = 1 << 20  # tokens of a sequence, where a class of recurrent layers has none
 
@@ -48,21 +49,28 @@ class HFBase:
         """ValueError: the folder is not there, or the planner does not know the family."""
         return sizes_from_hf(read_settings(Path(self.folder) / CONFIG_FILE))
 
-    def with_digest(self) -> HFBase:
-        """With the digest of its files, all of which are read. ValueError: one is not as the folder's sums say."""
+    def with_digest(self, entries_of: Callable[[list[Path]], Entries] = file_entries) -> HFBase:
+        """With the digest of its files, all of which ``entries_of`` hashes.
+
+        ValueError: one is not as the folder's sums say.
+        """
         folder = Path(self.folder)
-        with checked(folder):
-            files = file_entries([folder / CONFIG_FILE, *folder.glob("*.safetensors")])
+        files = entries_of([folder / CONFIG_FILE, *folder.glob("*.safetensors")])
+        require_listed(folder, files)
         return replace(self, sha256=hashlib.sha256(canonical(files)).hexdigest())
 
-    def require_unchanged(self) -> None:
-        """ValueError: the folder is not there, or has another model."""
+    def require_there(self) -> None:
+        """ValueError: the folder is not there."""
         if not (Path(self.folder) / CONFIG_FILE).is_file():
             raise ValueError(
                 f"the base of these adapters is not in {self.folder}; put it there, or a link to it, or resume with "
                 "--model.folder where it is"
             )
-        if self.with_digest() != self:
+
+    def require_unchanged(self, entries_of: Callable[[list[Path]], Entries] = file_entries) -> None:
+        """ValueError: as `require_there`, or the folder has another model. ``entries_of`` as of `with_digest`."""
+        self.require_there()
+        if self.with_digest(entries_of) != self:
             raise ValueError(
                 f"{self.folder} has another model than the one whose adapters these are; restore its files, or resume "
                 "with --model.folder where they are"

@@ -103,6 +103,15 @@ def _compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[Non
         pool.shutdown(cancel_futures=True)
 
 
+def require_listed(folder: Path, found: Entries) -> None:
+    """ValueError as of `checked`, of a folder's weights whose entries were ``found``."""
+    weights = require_settings(folder)
+    with _named(folder):
+        for name, expected in weights.items():
+            if found.get(name) != expected:
+                raise Damage(f"{name} is missing" if name not in found else f"{name} does not match its checksum")
+
+
 def write_sums(folder: Path) -> None:
     """List size and SHA-256 of the files of a folder that is no checkpoint, such as an export, for `checked`."""
     (folder / SUMS_FILE).write_bytes(manifest_of(file_entries(folder.iterdir())))

@@ -10,6 +10,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from tilemoe.train.checkpoints.restore import build_model, build_shared_model, s
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation
-from tilemoe.train.job.collective import joined
+from tilemoe.train.job.collective import entries_of_hosts, joined
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
@@ -145,9 +146,9 @@ def train(
     recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint, job.world_size) if checkpoint else ():
         reporter.say(f"note: {line}")
-    require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
     if isinstance(recipe.model, HFBase):
-        recipe = _with_base(recipe, recipe.model, checkpoint)
+        recipe.model.require_there()
+    require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
     device = select_device(recipe.train.device, job)
     choose_experts(device, torch.bfloat16)  # a self-test of kernels, where one is due, before this process takes memory
     if recipe.train.threads:
@@ -162,6 +163,8 @@ def train(
                 data = _prepare(recipe, checkpoint, reporter, cache_dir)
                 settings = {} if job.is_alone else settings_of_process(recipe, checkpoint, init_from, data, device)
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout, settings))
+                if isinstance(recipe.model, HFBase):
+                    recipe = _with_base(recipe, recipe.model, checkpoint, job)
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
                 if init_from is not None and checkpoint is None and isinstance(model, DecoderLM):
                     load_initial(model, init_from)
@@ -189,11 +192,15 @@ def _with_digest_of(checkpoint: Checkpoint | None, recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(base, sha256=known.sha256))
 
 
-def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None) -> Recipe:
-    """With the digest of the base's files, which a checkpoint has already. ValueError: they have changed."""
+def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None, job: Job) -> Recipe:
+    """With the digest of the base's files, which a checkpoint has already. All processes call it.
+
+    ValueError: they have changed, or differ between hosts.
+    """
+    entries_of = partial(entries_of_hosts, job=job)
     if checkpoint is None:
-        return replace(recipe, model=base.with_digest())
-    base.require_unchanged()
+        return replace(recipe, model=base.with_digest(entries_of))
+    base.require_unchanged(entries_of)
     return recipe
 
 

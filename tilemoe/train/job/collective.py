@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from tilemoe.models.sums import Entries, file_entries
 from tilemoe.train.job.agreement import DisagreementError, of_all_ranks, require_same
 from tilemoe.train.job.processes import Job, JobError
 from tilemoe.train.job.signals import ignore_sigterm
@@ -119,6 +122,27 @@ def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
 def objects_of_processes(value: Any, job: Job) -> list[Any]:
     """As `of_all_ranks`, also of a process alone."""
     return [value] if job.is_alone else of_all_ranks(value)
+
+
+def entries_of_hosts(paths: list[Path], job: Job) -> Entries:
+    """`file_entries` of files that every host has, each hashed by one of a host's processes. All processes call it.
+
+    DisagreementError: in all of them, a host has other files than another.
+    """
+    paths = sorted(paths)
+    seen = paths[0].stat()  # one file is not the same on two hosts that have one name
+    hosts = objects_of_processes((socket.gethostname(), seen.st_dev, seen.st_ino), job)
+    beside = [rank for rank, host in enumerate(hosts) if host == hosts[job.rank]]
+    hashed = file_entries(paths[beside.index(job.rank) :: len(beside)])
+    of_ranks = objects_of_processes({path.name: hashed.get(path.name) for path in paths}, job)
+    found: dict[str, Any] = {}
+    for name in sorted({name for entries in of_ranks for name in entries}):
+        for rank, entries in enumerate(of_ranks):
+            entry = entries.get(name, "missing")
+            if entry is not None and found.setdefault(name, entry) != entry:
+                where = f"{paths[0].parent}: {name}"
+                raise DisagreementError(f"{where} is another on the host of rank {rank}; copy it again")
+    return found
 
 
 def store_of_attempt(job: Job, timeout: int) -> Store:
