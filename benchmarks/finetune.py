@@ -298,7 +298,8 @@ def train(folder: Path, args: argparse.Namespace) -> Row:
     storage = "dense" if args.experts == "bf16" else args.experts
     command = [sys.executable, "-m", "tilemoe", "train", "--recipe", "single-gpu", "--init-from", str(folder)]
     options = {
-        "lora.rank": EXPERTS_RANK, "lora.alpha": 2 * EXPERTS_RANK, "lora.storage": storage,
+        "lora.rank": EXPERTS_RANK, "lora.attention-rank": ATTENTION_RANK, "lora.alpha": 2 * EXPERTS_RANK,
+        "lora.storage": storage,
         "optim.name": "adamw8bit", "optim.lr": LR, "optim.schedule": "constant", "optim.warmup-steps": 0,
         "data.corpus": args.corpus, "data.seq-len": args.length, "data.batch-size": args.tokens // args.length,
         "parallel.checkpointing": "block", "train.steps": args.steps, "train.accumulation": 1, "train.log-every": 1,

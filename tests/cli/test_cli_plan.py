@@ -239,6 +239,10 @@ def test_adapters_on_experts_in_4_bit(run: Run) -> None:
     for ours, theirs in zip(train["setups"], eager["setups"], strict=True):
         assert ours["micro_batch_of_card"]["80"] >= theirs["micro_batch_of_card"]["80"]
     assert eager["setups"][2]["micro_batch_of_card"]["80"] < train["setups"][2]["micro_batch_of_card"]["80"]
+    of_attention = as_json(run, *arguments, "--attention-rank", 16)["train"]
+    more = (of_attention["trained"] - train["trained"]) / 8
+    assert more == 24 * (2880 + 4096 + 2 * (2880 + 512) + 4096 + 2880), "inputs and outputs of the four projections"
+    assert "adapters of rank 8, 16 of attention's, on" in run("plan", *arguments, "--attention-rank", 16)[1]
 
 
 def test_eager_attention_is_for_gpt_oss(fails: Fails) -> None:
@@ -293,6 +297,8 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--lora", 8), "--lora is for a whole model in training; give --train, too"),
         (("--train", "--lora", 0), "--lora must be >= 1"),
         (("--train", "--experts", "nf4"), "--experts is for adapters on a whole model; give --train --lora RANK, too"),
+        (("--train", "--attention-rank", 8), "--attention-rank is for adapters on a whole model; give --train --lora"),
+        (("--train", "--lora", 8, "--attention-rank", 0), "--attention-rank must be >= 1"),
         (("--train", "--lora", 8, "--gpus", 2), "--gpus is not for --lora, which plans the memory of one GPU"),
         (("--train", "--tokens-per-day", "nan"), "--tokens-per-day must be above 0"),
     ],

@@ -65,8 +65,8 @@ def shapes(decoder: HFDecoder) -> dict[str, torch.Size]:
 def test_it_builds_steps_and_keeps_documents_apart(name: str, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path)
     base = read_base(tmp_path)
-    settings: dict[str, Any] = {"rank": 2, "alpha": 4.0, "modules": ("experts", "attention"), "storage": "dense"}
-    settings |= {"linear": "dense"}
+    settings: dict[str, Any] = {"rank": 2, "attention_rank": 3, "alpha": 4.0, "modules": ("experts", "attention")}
+    settings |= {"storage": "dense", "linear": "dense"}
     planned = plan_decoder(base, **settings, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     decoder = load_decoder(base, **settings, dtype=torch.float32, device=CPU, home=CPU, generator=generator)

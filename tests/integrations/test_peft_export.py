@@ -11,12 +11,13 @@ from hf_models import FAMILIES, tokens
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tilemoe.integrations.peft import save_adapter
+from tilemoe.integrations.peft import load_adapter, save_adapter
 from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, merge_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
+NAMES = ("mlp.experts", "self_attn.q_proj")
 BASES = ("olmoe", "qwen3_moe", "mixtral")
 
 
@@ -26,11 +27,11 @@ def base_of(family: str, folder: Path) -> PreTrainedModel:
     return theirs
 
 
-def trained(model: DecoderLM, modules: tuple[str, ...], storage: str = "dense") -> DecoderLM:
+def trained(model: DecoderLM, modules: tuple[str, ...], storage: str = "dense", **more: int) -> DecoderLM:
     """As if trained: no b is zero any more."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for adapter in add_lora(model, 3, 6.0, modules=modules, storage=storage):
+        for adapter in add_lora(model, 3, 6.0, modules=modules, storage=storage, **more):
             adapter.copy_(0.3 * torch.randn(adapter.shape, generator=generator))
     return model.eval()
 
@@ -53,6 +54,22 @@ def test_peft_computes_our_logits(family: str, modules: tuple[str, ...], tmp_pat
     found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert found.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
     assert relative_error(found(input_ids=tokens()).logits, ours) < 1e-5
+
+
+@torch.no_grad()
+def test_attention_of_another_rank(tmp_path: Path) -> None:
+    """Of the same scale, as the settings in PEFT's file have it, and back."""
+    theirs = base_of("qwen3_moe", tmp_path / "base")
+    model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION), attention_rank=5)
+    save_adapter(model, tmp_path)
+    found = PeftModel.from_pretrained(theirs, tmp_path)
+    experts, attention = (found.get_submodule(f"base_model.model.model.layers.0.{name}") for name in NAMES)
+    assert [each.r["default"] for each in (experts, attention)] == [3, 5]
+    assert [each.scaling["default"] for each in (experts, attention)] == [2.0, 2.0]
+    assert relative_error(found(input_ids=tokens()).logits, model(tokens()).logits) < 1e-5
+    found.save_pretrained(str(tmp_path / "theirs"))
+    load_adapter(read := load_hf(tmp_path / "base"), tmp_path / "theirs")
+    assert_equal(dict(read.state_dict()), dict(model.state_dict()))
 
 
 @torch.no_grad()

@@ -174,7 +174,11 @@ def unchanged(tensors: Tensors) -> None:
 ALL = "here it may be none or all of"
 WRONG: list[tuple[Settings, Callable[[Tensors], None], str]] = [
     ({"use_dora": True}, unchanged, "adapter_config.json: use_dora is True, which adapters here have not"),
-    ({"rank_pattern": {"q_proj": 2}}, unchanged, "rank_pattern is {'q_proj': 2}, which"),
+    ({"rank_pattern": {"q_proj": 2}}, unchanged, "rank_pattern is {'q_proj': 2}, which gives attention several; here"),
+    ({"rank_pattern": {"layers.1.mlp.*": 2}}, unchanged, "rank_pattern is {.*}, which gives experts several"),
+    ({"alpha_pattern": {".*experts.*": 7}}, unchanged, "lora_alpha / r is 2.33333 on experts and 2 on attention, and"),
+    ({"alpha_pattern": {"(": 7}}, unchanged, "alpha_pattern is .*, which is no table of patterns"),
+    ({"alpha_pattern": [7]}, unchanged, r"alpha_pattern is \[7\], which is no table of patterns"),
     ({"of_a_later_release": 3}, unchanged, "of_a_later_release is 3, which"),
     ({"init_lora_weights": "pissa"}, unchanged, "init_lora_weights 'pissa' changes the base, too"),
     ({"target_modules": ["q_proj", "v_proj"]}, unchanged, rf"target_modules is \['q_proj', 'v_proj'\]; {ALL} q_proj, "),

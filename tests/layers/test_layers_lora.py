@@ -154,3 +154,8 @@ def test_what_takes_no_adapters_is_named_and_stays(make: Any, rank: int, alpha: 
     with pytest.raises(ValueError, match=message):
         add_lora(module, rank, alpha)
     assert [parameter.requires_grad for parameter in module.parameters()] == before
+
+
+def test_a_rank_of_attention_needs_attention() -> None:
+    with pytest.raises(ValueError, match="attention_rank is of attention; add 'attention' to modules, or leave"):
+        add_lora(layer(), 4, 8.0, attention_rank=2)

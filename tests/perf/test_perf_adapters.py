@@ -98,8 +98,10 @@ def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int) -> 
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, dense_intermediate_size=192, dense_layers=(1,))])
 def test_weights_and_adapters_are_those_of_the_trainer_s_model(config: ModelConfig) -> None:
     model = DecoderLM(config)
-    trained = sum(adapter.numel() for adapter in add_lora(model, 4, 8.0, modules=("experts", "attention")))
-    tuning = Tuning(config, H200, 4, "dense", "adamw", 64)
+    trained = sum(
+        adapter.numel() for adapter in add_lora(model, 4, 8.0, attention_rank=6, modules=("experts", "attention"))
+    )
+    tuning = Tuning(config, H200, 4, 6, "dense", "adamw", 64)
     assert adapter_parameters(tuning) == trained
     parts = memory_parts(tuning, 1)
     assert parts["experts"] + parts["frozen rest"] == 4 * (sum(p.numel() for p in model.parameters()) - trained)
@@ -107,7 +109,7 @@ def test_weights_and_adapters_are_those_of_the_trainer_s_model(config: ModelConf
 
 
 def test_a_30b_in_4_bit_fits_a_card_that_bf16_does_not() -> None:
-    plan = tuning_plan(SIZES_PRESETS["qwen3-30b-a3b"], H200, 4096, 8, ("dense", "nf4", "nf4_double"), "adamw8bit")
+    plan = tuning_plan(SIZES_PRESETS["qwen3-30b-a3b"], H200, 4096, (8, 8), ("dense", "nf4", "nf4_double"), "adamw8bit")
     dense, nf4, double = plan["setups"]
     assert plan["trained"] == 48 * 8 * (128 * (2 * 2048 + 3 * 768) + 4 * 2048 + 2 * (32 + 4) * 128)
     assert dense["micro_batch_of_card"]["80"] == 0 < nf4["micro_batch_of_card"]["48"]
@@ -129,7 +131,7 @@ def test_peaks_are_those_recorded() -> None:
         sizes = SIZES_PRESETS[row["case"].lower()]
         assert sizes.num_layers == row["layers"]
         eager = sizes if row["case"] != "gpt-oss-20b" else with_eager_attention(sizes, row["length"])
-        tuning = Tuning(eager, H200, 8, row["experts"], "adamw8bit", row["length"], "block")
+        tuning = Tuning(eager, H200, 8, 16, row["experts"], "adamw8bit", row["length"], "block")
         parts = memory_parts(tuning, row["tokens"] // row["length"])
         parts |= {"adapters": 2 * row["trained"], "gradients": 2 * row["trained"]}
         if row["linear"]:
@@ -164,7 +166,7 @@ def test_eager_attention_keeps_the_scores_of_gpt_oss() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    tuning = Tuning(SIZES_PRESETS["olmoe-1b-7b"], H200, 16, "nf4", "adamw", 4096, "block")
+    tuning = Tuning(SIZES_PRESETS["olmoe-1b-7b"], H200, 16, 16, "nf4", "adamw", 4096, "block")
     most = largest_micro_batch(tuning, 22e9)
     assert most > 1
     assert sum(memory_parts(tuning, most).values()) <= 22e9 < sum(memory_parts(tuning, most + 1).values())

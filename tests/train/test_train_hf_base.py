@@ -42,7 +42,7 @@ BITS = BitsAndBytesConfig(
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=torch.bfloat16,
 )
-LORA = LoRAConfig(rank=2, alpha=4.0)
+LORA = LoRAConfig(rank=2, attention_rank=3, alpha=4.0)
 FIRST = 3  # step with a checkpoint
 
 
@@ -195,7 +195,7 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
         f"the base of these adapters is not in {base};",
     )
     resume = ["train", "--resume", str(out), "--train.steps", "3"]
-    refused(resume, f"{base / 'config.json'} cannot be read")
+    refused(resume, f"the base of these adapters is not in {base};")
     assert main([*resume, "--model.folder", str(moved)]) == 0, capsys.readouterr().err
     settings = json.loads((moved / "config.json").read_bytes())
     (moved / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.1}))
@@ -315,5 +315,7 @@ def test_two_processes_train_as_one_does(moe_recipe: Recipe, tmp_path: Path) -> 
     assert (ended.code, ended.left) == (0, []), ended.err
     run = Path(recipe.train.out_dir)
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    known = [open_checkpoint(each / "step_00000003").state.recipe.model for each in (run, tmp_path / "one")]
+    assert known[0] == known[1] != recipe.model, "with the digest of the same files"
     assert main(["train", "--resume", str(run), "--train.steps", "4", "--data.batch-size", "4"]) == 0
     assert len(losses(run)) == 4

@@ -29,7 +29,7 @@ from tilemoe.train.loop import Trainer
 from tilemoe.train.run import train
 
 CPU = torch.device("cpu")
-LORA = LoRAConfig(rank=3, alpha=6.0)
+LORA = LoRAConfig(rank=3, attention_rank=5, alpha=6.0)
 
 
 def adapted(recipe: Recipe, folder: Path, lora: LoRAConfig = LORA, **train_settings: Any) -> Recipe:
@@ -100,7 +100,7 @@ def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: R
 @pytest.mark.parametrize(
     ("lora", "also"),
     [
-        (replace(LORA, modules=("experts",)), ()),
+        (replace(LORA, modules=("experts",), attention_rank=None), ()),
         (replace(LORA, modules=("attention",)), ()),
         (replace(LORA, train_router=True, train_norms=True), ("router.", "norm.")),
     ],
@@ -139,7 +139,8 @@ def test_the_commands_train_resume_evaluate_and_generate(
     write_model("olmoe", tmp_path / "base")
     data, out = moe_recipe.data, tmp_path / "run"
     options = {"train.steps": 4, "train.out-dir": out, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir,
-               "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4, "lora.rank": 2}  # fmt: skip
+               "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4, "lora.rank": 2,
+               "lora.attention-rank": 4}  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = ["train", "--recipe", "smoke", "--init-from", str(tmp_path / "base"), *words, "--train.no-plot"]
     assert main(command) == 0, capsys.readouterr().err
@@ -149,7 +150,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
     checkpoint = find_latest(out)
     assert checkpoint is not None
     lora = checkpoint.state.recipe.lora
-    assert lora == LoRAConfig(rank=2, base=str(tmp_path / "base"))
+    assert lora == LoRAConfig(rank=2, attention_rank=4, base=str(tmp_path / "base"))
     assert main(["eval", "--checkpoint", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
     assert main(["export", "--checkpoint", str(out), "--out", str(tmp_path / "merged")]) == 0
@@ -164,7 +165,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
     assert f"resuming from {checkpoint.path}" in capsys.readouterr().out
     assert main(["export", "--checkpoint", str(out), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
-    assert (written["r"], written["lora_alpha"]) == (2, 16)
+    assert (written["r"], written["lora_alpha"], set(written["rank_pattern"].values())) == (2, 16, {4})
     assert written["base_model_name_or_path"] == str(tmp_path / "base")
     assert (tmp_path / "adapter" / "tokenizer_config.json").exists()
     capsys.readouterr()
@@ -172,6 +173,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
         (["train", *command[1:3], *words, "--train.out-dir", str(tmp_path / "x")], "lora: adapters need weights to"),
         ([*command[:-1], "--lora.rank", "0"], "lora.rank must be an integer >= 1, got 0"),
         (["train", "--resume", str(out), "--lora.rank", "4"], "lora.rank is 4 here and 2 in the checkpoint"),
+        (["train", "--resume", str(out), "--lora.attention-rank", "2"], "lora.attention_rank is 2 here and 4 in the"),
         ([*command[:4], str(out), "--train.out-dir", str(tmp_path / "x")], "holds adapters, with which no other run"),
     ):
         assert main(wrong) == 2
@@ -214,6 +216,10 @@ def test_settings_that_do_not_go_with_adapters(moe_recipe: Recipe, dense_recipe:
     for modules in ((), ("mlp",)):
         with raises_one_line(r"lora\.modules must be experts, attention or both, got \("):
             LoRAConfig(modules=modules)
+    with raises_one_line("lora.attention_rank is of attention's adapters; add attention to lora.modules"):
+        replace(LORA, modules=("experts",))
+    with raises_one_line("lora.attention_rank must be an integer >= 1, got 0"):
+        replace(LORA, attention_rank=0)
     with raises_one_line("optim.name 'muon' does not train adapters; use --optim.name adamw"):
         replace(moe_recipe, lora=LORA, optim=replace(moe_recipe.optim, name="muon"))
     with raises_one_line("lora.modules has experts, of which a dense model has none; use --lora.modules attention"):

@@ -64,6 +64,7 @@ class PlanOptions:
     """of --train: sequences of a step of all GPUs, for which settings are proposed; default: a recipe's on --gpus"""
     tokens_per_day: float | None = None  # of --train: also show how many GPUs this takes
     lora: int | None = None  # of --train: plan one GPU that trains adapters of this rank instead of all weights
+    attention_rank: int | None = None  # of --lora: of attention's adapters; default: the same
     experts: Storage | None = None  # of --lora: how frozen experts are stored; default: each way
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # of --lora
     attention: Attention = "fused"
@@ -204,13 +205,14 @@ def _check(options: PlanOptions) -> None:
     ):
         if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
-    for name in ("experts", "optim", "attention"):
+    for name in ("experts", "optim", "attention", "attention_rank"):
         if getattr(options, name) != getattr(PlanOptions, name) and options.lora is None:
-            raise ValueError(f"--{name} is for adapters on a whole model; give --train --lora RANK, too")
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is for adapters on a whole model; give --train --lora RANK, too")
     for name in ("mfu", "gpus", "expert_parallel", "global_batch", "tokens_per_day"):
         if getattr(options, name) is not None and options.lora is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not for --lora, which plans the memory of one GPU")
-    for name in ("seq_len", "gpus", "expert_parallel", "lora"):
+    for name in ("seq_len", "gpus", "expert_parallel", "lora", "attention_rank"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < _MOST:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1 and below 2**31, got {shown(value)}")
@@ -253,7 +255,8 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
             raise ValueError(f"--attention eager is for gpt-oss, and {source.name} has SDPA; leave it out")
         storages = tuple(BITS) if options.experts is None else (options.experts,)
         given = (storages, options.optim, mode, options.attention)
-        return tuning_plan(source.model, gpu, seq_len, options.lora, *given)
+        ranks = (options.lora, options.attention_rank or options.lora)
+        return tuning_plan(source.model, gpu, seq_len, ranks, *given)
     shared = options.expert_parallel or ways_to_share(moe, options.gpus)[-1]
     if moe.num_experts % shared or (options.gpus or 0) % shared:
         raise ValueError(f"--expert-parallel must divide the {moe.num_experts} experts and the GPUs, got {shared}")

@@ -200,7 +200,8 @@ def adapter_lines(tuning: Mapping[str, Any]) -> list[str]:
     """The model, and a column of memory for each way to store the frozen experts."""
     setups: Sequence[Mapping[str, Any]] = tuning["setups"]
     room = f"{100 * tuning['usable']:g}% of {tuning['memory_bytes'] / 1e9:g} GB"
-    of_which = f"{tuning['trained'] / 1e6:,.0f} M of adapters of rank {tuning['rank']}"
+    of_attention = f", {tuning['attention_rank']} of attention's," * (tuning["attention_rank"] != tuning["rank"])
+    of_which = f"{tuning['trained'] / 1e6:,.0f} M of adapters of rank {tuning['rank']}{of_attention}"
     return [
         f"training: {of_which} on {tuning['parameters'] / 1e9:.2f} B parameters, in sequences of {tuning['seq_len']}",
         f"on one GPU, {tuning['optimizer']}; recomputed: the trainer's --parallel.checkpointing",

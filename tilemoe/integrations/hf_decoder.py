@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilemoe.checks import shown
 from tilemoe.integrations import transformers as integration
-from tilemoe.integrations.peft import require_peft
+from tilemoe.integrations.peft import lora_ranks, require_peft
 from tilemoe.integrations.quantized_weight import FrozenWeight, check_quantizable, weight_names
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.kernels.lm.documents import Documents
@@ -203,7 +203,15 @@ class HFDecoder(nn.Module):
 
 
 def plan_decoder(
-    base: HFBase, *, rank: int, alpha: float, modules: Collection[str], storage: str, linear: str, dtype: torch.dtype
+    base: HFBase,
+    *,
+    rank: int,
+    attention_rank: int | None,
+    alpha: float,
+    modules: Collection[str],
+    storage: str,
+    linear: str,
+    dtype: torch.dtype,
 ) -> HFDecoder:
     """What `load_decoder` makes, on the meta device: no weight is read.
 
@@ -223,13 +231,14 @@ def plan_decoder(
     if storage != DENSE:
         for _, module in integration.experts_modules(model):
             check_quantizable(module, storage)
-    return _adapted(model, base, rank, alpha, modules)
+    return _adapted(model, base, rank, attention_rank or rank, alpha, modules)
 
 
 def load_decoder(
     base: HFBase,
     *,
     rank: int,
+    attention_rank: int | None,
     alpha: float,
     modules: Collection[str],
     storage: str,
@@ -242,8 +251,8 @@ def load_decoder(
     """The base, frozen, in ``dtype``, its experts stored as ``storage`` says and other linear layers as ``linear``,
     "dense" or "nf4", with adapters in fp32 in training mode.
 
-    It lies on ``home`` and will compute on ``device``. ``modules`` as of `add_lora`. The adapters' values depend on the
-    generator's state alone.
+    It lies on ``home`` and will compute on ``device``. Ranks, ``alpha`` and ``modules`` as of `add_lora`. The adapters'
+    values depend on the generator's state alone.
 
     ValueError: as `plan_decoder`, or a weight is missing or of another shape.
     """
@@ -254,7 +263,7 @@ def load_decoder(
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # by which bitsandbytes' layers only evaluate from then on
             module.support_avx512bf16_for_cpu = False
-    decoder = _adapted(model, base, rank, alpha, modules)
+    decoder = _adapted(model, base, rank, attention_rank or rank, alpha, modules)
     for name, parameter in decoder.named_parameters():
         if ".lora_A." in name:
             uniform_(parameter, parameter.shape[-1] ** -0.5, generator)
@@ -305,13 +314,14 @@ def mixes_documents(base: HFBase) -> bool:
     return is_recurrent or getattr(text, "index_topk", None) is not None
 
 
-def _adapted(model: Any, base: HFBase, rank: int, alpha: float, modules: Collection[str]) -> HFDecoder:
+def _adapted(
+    model: Any, base: HFBase, rank: int, attention_rank: int, alpha: float, modules: Collection[str]
+) -> HFDecoder:
     """``model`` frozen, with adapters, whose first factors are still to be drawn."""
     peft = require_peft()
     targets = _attention(model) if ATTENTION in modules else []
     settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        **lora_ranks(rank, alpha, dict.fromkeys(targets, attention_rank)),
         target_modules=targets,
         target_parameters=_weights(model) if EXPERTS in modules else None,
         task_type="CAUSAL_LM",

@@ -9,6 +9,8 @@ parameter: down_proj's wrapper is around gate_up_proj's.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tilemoe.checks import require_path, require_text, require_type, shown
+from tilemoe.checks import require_finite, require_path, require_text, require_type, shown
 from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, adapted_modules, add_lora
 from tilemoe.layers.lora_linear import LoRALinear
 from tilemoe.models.decoder import DecoderLM
@@ -38,7 +40,18 @@ _PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Of a router and of the norms; the last are those whose names end so.
 _ROUTER, _NORMS = ["mlp.gate"], ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "model.norm"]
 # Of adapter_config.json: what is read, and what changes nothing that is computed (dropout while PEFT trains alone).
-_READ = frozenset({"r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "init_lora_weights"})
+_READ = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "target_parameters",
+        "modules_to_save",
+        "init_lora_weights",
+    }
+)
 _UNREAD = frozenset(
     {
         "task_type",
@@ -62,6 +75,17 @@ def require_peft() -> ModuleType:
     except ImportError as error:
         raise ValueError(f"PEFT's format needs peft and transformers ({error}); {_INSTALL}") from error
     return peft
+
+
+def lora_ranks(rank: int, alpha: float, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Of PEFT's LoraConfig: ``rank``, but of modules with these names ``ranks``, all scaled by ``alpha / rank``."""
+
+    def number(value: float) -> float:
+        return int(value) if value == int(value) else value
+
+    others = {name: each for name, each in ranks.items() if each != rank}
+    alphas = {name: number(alpha * each / rank) for name, each in others.items()}
+    return {"r": rank, "lora_alpha": number(alpha), "rank_pattern": others, "alpha_pattern": alphas}
 
 
 def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = None) -> None:
@@ -138,9 +162,8 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
         shapes = {name: link.in_their_order(asked.get_parameter(link.ours)).shape for name, link in links.items()}
         tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
     if not adapted_modules(model):
-        first = next(iter(adapted_modules(asked).values()))
         dtype = next(tensor.dtype for name, tensor in tensors.items() if ".lora_" in name)
-        add_lora(model, first.rank, first.alpha, dtype=dtype, modules=_kinds(asked))
+        add_lora(model, **_sizes(asked), dtype=dtype, modules=_kinds(asked))
     elif _described(model) != _described(asked):
         raise ValueError(
             f"model has adapters {_described(model)}, and {path} has them {_described(asked)}; "
@@ -160,6 +183,13 @@ def _kinds(model: DecoderLM) -> list[str]:
     ]
 
 
+def _sizes(model: DecoderLM) -> dict[str, Any]:
+    """The ranks and alpha that `add_lora` was given."""
+    adapted = sorted(adapted_modules(model).values(), key=lambda each: isinstance(each, LoRALinear))
+    of_attention = adapted[-1].rank if isinstance(adapted[-1], LoRALinear) else None
+    return {"rank": adapted[0].rank, "attention_rank": of_attention, "alpha": adapted[0].alpha}
+
+
 def _described(model: DecoderLM) -> str:
     sizes = sorted({f"of rank {each.rank} and alpha {each.alpha:g}" for each in adapted_modules(model).values()})
     return f"{', '.join(sizes)} on {' and '.join(_kinds(model))}"
@@ -167,17 +197,15 @@ def _described(model: DecoderLM) -> str:
 
 def _settings(model: DecoderLM, peft: ModuleType) -> Any:
     """PEFT's settings of the adapters that ``model`` has."""
-    adapted = adapted_modules(model)
-    if not adapted:
+    if not adapted_modules(model):
         raise ValueError("the model has no adapters; write its weights instead")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     also = [name for name in _ROUTER if any(".router." in name for name in trained)]
     also += [name for name in _NORMS if any("norm." in name for name in trained)]
-    first = next(iter(adapted.values()))
+    sizes, projections = _sizes(model), _PROJECTIONS if ATTENTION in _kinds(model) else []
     return peft.LoraConfig(
-        r=first.rank,
-        lora_alpha=int(first.alpha) if first.alpha == int(first.alpha) else first.alpha,
-        target_modules=_PROJECTIONS if ATTENTION in _kinds(model) else [],
+        **lora_ranks(sizes["rank"], sizes["alpha"], dict.fromkeys(projections, sizes["attention_rank"])),
+        target_modules=projections,
         target_parameters=_PARAMETERS if EXPERTS in _kinds(model) else None,
         modules_to_save=also or None,
         task_type="CAUSAL_LM",
@@ -202,7 +230,15 @@ def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
         raise ValueError(f"{path}: neither target_modules nor target_parameters says what has adapters")
     asked = DecoderLM(model.config, device="meta")
     try:
-        add_lora(asked, settings["r"], settings["lora_alpha"], modules=modules)
+        sizes = {kind: _size_of(settings, kind, model) for kind in modules}
+        rank, alpha = sizes[modules[-1]]
+        attention_rank, attention_alpha = sizes.get(ATTENTION, (None, None))
+        add_lora(asked, rank, alpha, attention_rank=attention_rank, modules=modules)
+        if attention_rank is not None and not math.isclose(attention_alpha * rank, alpha * attention_rank):
+            raise ValueError(
+                f"lora_alpha / r is {alpha / rank:g} on experts and {attention_alpha / attention_rank:g} on attention, "
+                "and here it is one; train with an alpha_pattern that makes them equal"
+            )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for name, parameter in asked.named_parameters():
@@ -212,6 +248,26 @@ def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
             or ("norm." in name and also.issuperset(_NORMS))
         )
     return asked
+
+
+def _size_of(settings: dict[str, Any], kind: str, model: DecoderLM) -> tuple[Any, Any]:
+    """Rank and alpha that the settings give what `add_lora` calls ``kind``. ValueError: several, or none."""
+    from peft.utils.other import get_pattern_key
+
+    ends = _PARAMETERS if kind == EXPERTS else [f"self_attn.{name}" for name in _PROJECTIONS]
+    names = [f"model.layers.{layer}.{end}" for layer in range(model.config.num_layers) for end in ends]
+    found = []
+    for ours, usual, setting in (("rank", "r", "rank_pattern"), ("alpha", "lora_alpha", "alpha_pattern")):
+        others = settings[setting] or {}
+        try:
+            sizes = [others.get(get_pattern_key(others, name), settings[usual]) for name in names]
+        except (AttributeError, TypeError, re.error) as error:
+            raise ValueError(f"{setting} is {shown(others)}, which is no table of patterns") from error
+        if sizes.count(sizes[0]) != len(sizes):
+            raise ValueError(f"{setting} is {shown(others)}, which gives {kind} several; here all of them have one")
+        require_finite(ours, sizes[0], positive=True)
+        found.append(sizes[0])
+    return found[0], found[1]
 
 
 def _read_settings(path: Path, peft: ModuleType) -> dict[str, Any]:

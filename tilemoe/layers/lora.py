@@ -253,6 +253,7 @@ def add_lora(
     rank: int,
     alpha: float,
     *,
+    attention_rank: int | None = None,
     dtype: torch.dtype | None = None,
     modules: Collection[str] = (EXPERTS,),
     storage: str = _DENSE,
@@ -262,9 +263,9 @@ def add_lora(
     "experts": the routed experts of every `MoE`. "attention": the four projections of every `Attention`. The weights
     keep their names. Add adapters before `tilemoe.parallelize`; the model may be on any device, meta too.
 
-    ``rank`` is r, and ``alpha`` scales the adapters by alpha / r. ``dtype`` is that of the adapters, the weights' if
-    None. ``storage`` of the frozen experts: "dense" in their own dtype, or in 4 bits (`PackedLoRAExperts`): "nf4", 4.5
-    bits per value, "nf4_double", with double quantisation, 4.13 bits, or "mxfp4", 4.25 bits.
+    ``rank`` is r, of attention ``attention_rank`` if given; all adapters are scaled by alpha / rank. ``dtype`` is that
+    of the adapters, the weights' if None. ``storage`` of the frozen experts: "dense" in their own dtype, or in 4 bits
+    (`PackedLoRAExperts`): "nf4", 4.5 bits per value, "nf4_double", with double quantisation, 4.13, or "mxfp4", 4.25.
 
     Raises:
         ValueError: the model has none of the named modules or has adapters already; ``rank``, ``alpha`` or another
@@ -291,6 +292,10 @@ def add_lora(
     if has_lora(model):
         raise ValueError("the model has adapters already; call merge_lora first")
     require_int("rank", rank, 1)
+    if attention_rank is not None:
+        require_int("attention_rank", attention_rank, 1)
+        if not attentions:
+            raise ValueError("attention_rank is of attention; add 'attention' to modules, or leave attention_rank out")
     require_factory(None, dtype, FLOAT_DTYPES)
     require_finite("alpha", alpha, positive=True)
     require_choice("storage", storage, (_DENSE, *STORAGES))
@@ -308,9 +313,12 @@ def add_lora(
         else:
             layer.experts = PackedLoRAExperts(layer.experts, rank, alpha, dtype=dtype, storage=storage)
         adapted.append(layer.experts)
+    of_attention = rank if attention_rank is None else attention_rank
+    attention_alpha = alpha if of_attention == rank else alpha * of_attention / rank
     for attention in attentions:
         for name in _PROJECTIONS:
-            adapted.append(LoRALinear(getattr(attention, name), rank, alpha, dtype=dtype))
+            linear = getattr(attention, name)
+            adapted.append(LoRALinear(linear, of_attention, attention_alpha, dtype=dtype))
             setattr(attention, name, adapted[-1])
     return [module.get_parameter(name) for module in adapted for name in module.adapters]
 

@@ -36,11 +36,12 @@ _BF16, _FP32 = 2, 4
 
 @dataclass(frozen=True)
 class Tuning:
-    """Adapters of one rank on a model with routed experts, in sequences of ``seq_len`` tokens."""
+    """Adapters on a model with routed experts, in sequences of ``seq_len`` tokens; ``rank``: of those on experts."""
 
     model: ModelConfig | ModelSizes
     gpu: Gpu
     rank: int
+    attention_rank: int
     experts: str  # of `BITS`
     optimizer: str  # of `MOMENT_BYTES`
     seq_len: int
@@ -60,12 +61,12 @@ class Tuning:
 
 
 def adapter_parameters(tuning: Tuning) -> int:
-    """Of experts ``r (d + w) + r (n + d)`` each; of attention ``r`` times each projection's inputs and outputs."""
+    """Of experts ``r (d + w) + r (n + d)`` each; of attention its rank times each projection's inputs and outputs."""
     sizes, moe = sizes_of(tuning.model), tuning.moe
     d = sizes.hidden_size
     of_experts = moe.num_experts * (2 * d + moe.up_rows + moe.intermediate_size)
     of_mixers = sum(count * (4 * d + mixer.matrices // d) for count, mixer in sizes.mixers)
-    return tuning.rank * (sizes.num_moe_layers * of_experts + of_mixers)
+    return tuning.rank * sizes.num_moe_layers * of_experts + tuning.attention_rank * of_mixers
 
 
 def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
@@ -105,12 +106,13 @@ def working_bytes(shape: MoEShape, rank: int) -> int:
 
 
 def _kept_products(tuning: Tuning, tokens: int) -> int:
-    """What adapters keep in a block that is not repeated: u (R, r), and of a projection its input's product (T, r)."""
+    """What adapters keep in a block that is not repeated: u (R, r), and of a projection T values for each rank."""
     if tuning.checkpointing == "block":
         return 0
     sizes = sizes_of(tuning.model)
     attention = 0 if tuning.checkpointing == "attention" else 4 * sizes.num_layers
-    return _BF16 * tuning.rank * tokens * (sizes.num_moe_layers * tuning.moe.num_experts_per_tok + attention)
+    of_experts = tuning.rank * sizes.num_moe_layers * tuning.moe.num_experts_per_tok
+    return _BF16 * tokens * (of_experts + tuning.attention_rank * attention)
 
 
 def _working_bytes(tuning: Tuning, tokens: int) -> int:
@@ -123,19 +125,21 @@ def tuning_plan(
     model: ModelConfig | ModelSizes,
     gpu: Gpu,
     seq_len: int,
-    rank: int,
+    ranks: tuple[int, int],
     storages: Sequence[str],
     optimizer: str,
     checkpointing: Checkpointing | None = None,
     attention: Attention = "fused",
 ) -> dict[str, Any]:
-    """Each storage of the experts, as plain values. checkpointing None: the cheapest with which a sequence fits."""
+    """Each storage of the experts, as plain values. ``ranks``: of experts and of attention. checkpointing None: the
+    cheapest with which a sequence fits.
+    """
     if attention == "eager":
         model = with_eager_attention(sizes_of(model), seq_len)
     modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
     usable, rows = training.USABLE * gpu.memory_gb * 1e9, []
     for experts in storages:
-        tries = [Tuning(model, gpu, rank, experts, optimizer, seq_len, mode) for mode in modes]
+        tries = [Tuning(model, gpu, *ranks, experts, optimizer, seq_len, mode) for mode in modes]
         tuning = next((each for each in tries if largest_micro_batch(each, usable)), tries[-1])
         batch = largest_micro_batch(tuning, usable)
         of_card = {str(card): max(largest_micro_batch(each, CARD_BYTES * card) for each in tries) for card in CARDS}
@@ -151,7 +155,8 @@ def tuning_plan(
     return {
         "parameters": count_parameters(model),
         "trained": adapter_parameters(tries[0]),
-        "rank": rank,
+        "rank": ranks[0],
+        "attention_rank": ranks[1],
         "optimizer": optimizer,
         "attention": attention,
         "seq_len": seq_len,

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import expand_user, require_fields, require_text
+from tilemoe.checks import expand_user, require_fields, require_int, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 from tilemoe.files import default_cache_dir, read_bytes
 from tilemoe.models.flops import flops_per_token
@@ -147,8 +147,9 @@ class OptimConfig:
 class LoRAConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685) that a run trains instead of the weights it began with."""
 
-    rank: int = 8  # of each adapter; every expert has its own
-    alpha: float = 16.0  # an adapter's product is multiplied by alpha / rank
+    rank: int = 8  # of experts' adapters; every expert has its own
+    attention_rank: int | None = None  # of attention's adapters; default: rank
+    alpha: float = 16.0  # every adapter's product is multiplied by alpha / rank
     modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
     storage: Storage = "dense"  # of the frozen experts; in 4 bit all else that is frozen is kept in bf16
     linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside experts in 4 bit, by bitsandbytes
@@ -160,6 +161,10 @@ class LoRAConfig:
         require_fields("lora.", self, at_least={"rank": 1}, positive=("alpha",))
         if not self.modules or not set(self.modules) <= {"experts", "attention"}:
             raise ValueError(f"lora.modules must be experts, attention or both, got {self.modules!r}")
+        if self.attention_rank is not None:
+            require_int("lora.attention_rank", self.attention_rank, 1)
+            if "attention" not in self.modules:
+                raise ValueError("lora.attention_rank is of attention's adapters; add attention to lora.modules")
         if self.storage != "dense" and "experts" not in self.modules:
             raise ValueError(f"lora.storage {self.storage!r} is of experts with adapters; add experts to lora.modules")
         if self.linear != "dense" and self.storage == "dense":

@@ -80,7 +80,8 @@ def make_decoder(
     assert not isinstance(recipe.model, HFBase), "it were `make_adapted`'s"
     model = DecoderLM(recipe.model, device="meta", dtype=None if lora is None else frozen, recompute=recompute)
     if lora is not None:
-        add_lora(model, lora.rank, lora.alpha, dtype=torch.float32, modules=lora.modules, storage=lora.storage)
+        ranks: dict[str, Any] = {"rank": lora.rank, "attention_rank": lora.attention_rank, "alpha": lora.alpha}
+        add_lora(model, **ranks, dtype=torch.float32, modules=lora.modules, storage=lora.storage)
         for module in model.modules():
             if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
                 module.float().requires_grad_(True)
@@ -96,8 +97,9 @@ def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HF
     base, lora = recipe.model, recipe.lora
     assert isinstance(base, HFBase), "else it were `make_decoder`'s"
     assert lora is not None, "`Recipe.require_trainable` asked"
-    settings: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "modules": lora.modules}
-    settings |= {"storage": lora.storage, "linear": lora.linear, "dtype": frozen_dtype(recipe, device)}
+    settings: dict[str, Any] = {"rank": lora.rank, "attention_rank": lora.attention_rank, "alpha": lora.alpha}
+    settings |= {"modules": lora.modules, "storage": lora.storage, "linear": lora.linear}
+    settings["dtype"] = frozen_dtype(recipe, device)
     if home.type == "meta":
         return plan_decoder(base, **settings)
     generator = torch.Generator().manual_seed(recipe.train.seed)
