@@ -159,6 +159,21 @@ def test_any_number_of_adapters_is_active_at_once(family: str, kept: str) -> Non
     torch.testing.assert_close(peft.unload()(input_ids=tokens()).logits, found[-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
+def test_a_compiled_model_calls_them_between_graphs() -> None:
+    """Without an eager step before, and with an adapter on attention, which is compiled."""
+    model = wide("olmoe")
+    quantize_experts(model)
+    peft = adapted(model, target_modules=["q_proj"])
+    compiled = torch.compile(copy.deepcopy(peft), backend="eager")
+    found, want = step(compiled), step(peft)
+    torch.testing.assert_close(found[:2], want[:2])
+    torch.testing.assert_close(list(found[2].values()), list(want[2].values()))
+    dequantize_experts(peft)
+    explained = torch._dynamo.explain(peft)(input_ids=tokens())
+    assert not any("4 bit" in str(each.reason) for each in explained.break_reasons), "plain experts are compiled"
+
+
 def test_adapters_become_of_a_rank_and_a_scale_that_kernels_take() -> None:
     """Of two scales, one of them 0; on a GPU the rank is a multiple of 8."""
     generator = torch.Generator().manual_seed(0)

@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 
 from tilemoe.checks import require_choice, require_type, shown
 from tilemoe.integrations.quantized_weight import (
+    UNCOMPILED,
     FrozenWeight,
     check_quantizable,
     loaded,
@@ -224,6 +225,7 @@ class TilemoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for name, module in experts_modules(model):
             module.requires_grad_(False)
+            vars(module)[UNCOMPILED] = True
             for weight in weight_names(module):
                 if not isinstance(getattr(module, weight), FrozenWeight):
                     raise ValueError(f"the folder has no weights {name}.{weight}; save or download it again")

@@ -30,6 +30,9 @@ _RANK_MULTIPLE = 8  # that kernels on a GPU take
 _INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
 
 
+UNCOMPILED = "_tilemoe_uncompiled"  # attribute of an experts module that torch.compile leaves alone
+
+
 class LowRank(NamedTuple):
     """``scale left right`` of left (E, p, r) and right (E, r, q)."""
 
@@ -213,6 +216,7 @@ def make_dense(model: nn.Module) -> int:
     count = 0
     for module, name, weight in quantized_weights(model):
         setattr(module, name, nn.Parameter(weight.dense(), requires_grad=False))
+        vars(module).pop(UNCOMPILED, None)
         count += 1
     return count
 

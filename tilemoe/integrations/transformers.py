@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
 from tilemoe.integrations.divided_adapters import take_adapters, with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
-from tilemoe.integrations.quantized_weight import FrozenWeight, adapters_of
+from tilemoe.integrations.quantized_weight import UNCOMPILED, FrozenWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
@@ -160,6 +160,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Raises:
         ValueError: tilemoe does not compute these experts.
     """
+    if torch.compiler.is_compiling() and UNCOMPILED in vars(self):
+        return _uncompiled(self, hidden_states, top_k_index, top_k_weights)
     weights = _weights(self)
     activation = activation_of(self)
     x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -178,6 +180,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if hidden_states.ndim != 2:
         out = torch.ops.aten._unsafe_view.default(out, hidden_states.shape)
     return out
+
+
+# Its codes are no graph's: a compiled model calls it between two graphs.
+_uncompiled = torch.compiler.disable(experts_forward, reason="experts in 4 bit, or with adapters, are not compiled")
 
 
 def _moe(here: Dispatched, weights: _Weights, activation: Activation) -> Tensor:
