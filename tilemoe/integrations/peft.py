@@ -40,29 +40,14 @@ _PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Of a router and of the norms; the last are those whose names end so.
 _ROUTER, _NORMS = ["mlp.gate"], ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "model.norm"]
 # Of adapter_config.json: what is read, and what changes nothing that is computed (dropout while PEFT trains alone).
-_READ = frozenset(
-    {
-        "r",
-        "lora_alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-        "target_parameters",
-        "modules_to_save",
-        "init_lora_weights",
-    }
-)
-_UNREAD = frozenset(
-    {
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "lora_dropout",
-    }
-)
+_READ = frozenset({
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters", "modules_to_save",
+    "init_lora_weights",
+})  # fmt: skip
+_UNREAD = frozenset({
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout",
+})  # fmt: skip
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other ways to begin change the base, too
 _INSTALL = "pip install 'tilemoe[lora]'"
 
