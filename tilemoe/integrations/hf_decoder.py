@@ -202,38 +202,6 @@ class HFDecoder(nn.Module):
         self._counts[name] = counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
 
-def plan_decoder(
-    base: HFBase,
-    *,
-    rank: int,
-    attention_rank: int | None,
-    alpha: float,
-    modules: Collection[str],
-    storage: str,
-    linear: str,
-    dtype: torch.dtype,
-) -> HFDecoder:
-    """What `load_decoder` makes, on the meta device: no weight is read.
-
-    ValueError: transformers or PEFT is missing, or the class, its loss, experts, widths or storage are none that are
-    served; one line.
-    """
-    _options(base, storage, linear)
-    config = _config(base)
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
-            f"{base.folder}: config.json: output_router_logits is true, which adds an auxiliary loss that is not added "
-            "here; set it to false"
-        )
-    with torch.device("meta"):
-        model = _class_of(base, config)._from_config(config, dtype=dtype)
-    integration.use(model)
-    if storage != DENSE:
-        for _, module in integration.experts_modules(model):
-            check_quantizable(module, storage)
-    return _adapted(model, base, rank, attention_rank or rank, alpha, modules)
-
-
 def load_decoder(
     base: HFBase,
     *,
@@ -251,12 +219,15 @@ def load_decoder(
     """The base, frozen, in ``dtype``, its experts stored as ``storage`` says and other linear layers as ``linear``,
     "dense" or "nf4", with adapters in fp32 in training mode.
 
-    It lies on ``home`` and will compute on ``device``. Ranks, ``alpha`` and ``modules`` as of `add_lora`. The adapters'
-    values depend on the generator's state alone.
+    It lies on ``home`` and will compute on ``device``; on the meta device no weight is read. Ranks, ``alpha`` and
+    ``modules`` as of `add_lora`. The adapters' values depend on the generator's state alone.
 
-    ValueError: as `plan_decoder`, or a weight is missing or of another shape.
+    ValueError: transformers or PEFT is missing, the class, its loss, experts, widths or storage are none that are
+    served, or a weight is missing or of another shape; one line.
     """
     options = _options(base, storage, linear)
+    if home.type == "meta":
+        return _adapted(_unread(base, storage, dtype), base, rank, attention_rank or rank, alpha, modules)
     if home.type != "cpu":
         options["device_map"] = {"": str(home)}
     model = _loaded(base, dtype, options)
@@ -276,6 +247,23 @@ def load_decoder(
     if device.type == "cuda" and not model._supports_sdpa and model._supports_flex_attn:
         model.set_attn_implementation(_FLEX)  # what the class has else takes S^2 numbers of each head
     return decoder
+
+
+def _unread(base: HFBase, storage: str, dtype: torch.dtype) -> Any:
+    """transformers' model on the meta device, if it can be loaded so. ValueError: see `load_decoder`."""
+    config = _config(base)
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{base.folder}: config.json: output_router_logits is true, which adds an auxiliary loss that is not added "
+            "here; set it to false"
+        )
+    with torch.device("meta"):
+        model = _class_of(base, config)._from_config(config, dtype=dtype)
+    integration.use(model)
+    if storage != DENSE:
+        for _, module in integration.experts_modules(model):
+            check_quantizable(module, storage)
+    return model
 
 
 def _loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:

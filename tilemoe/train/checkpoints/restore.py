@@ -10,7 +10,7 @@ import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.data.chat_template import PLAIN
-from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder, plan_decoder
+from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder
 from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.norm import RMSNorm
@@ -100,10 +100,10 @@ def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HF
     settings: dict[str, Any] = {"rank": lora.rank, "attention_rank": lora.attention_rank, "alpha": lora.alpha}
     settings |= {"modules": lora.modules, "storage": lora.storage, "linear": lora.linear}
     settings["dtype"] = frozen_dtype(recipe, device)
-    if home.type == "meta":
-        return plan_decoder(base, **settings)
     generator = torch.Generator().manual_seed(recipe.train.seed)
     decoder = load_decoder(base, **settings, device=device, home=home, generator=generator)
+    if home.type == "meta":
+        return decoder
     decoder.set_checkpointing(recipe.parallel.checkpointing)
     if recipe.data.format == "chat" and recipe.data.packing == "best_fit":
         decoder.require_documents_apart()
