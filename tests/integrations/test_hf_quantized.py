@@ -237,6 +237,7 @@ def test_bits_are_those_of_the_kernels_format_and_weights_stay_frozen() -> None:
         key = next(key for key, each in model.named_modules() if each is module)
         want = quantize_nf4(plain.get_parameter(f"{key}.{name}"))
         assert_equal(weight.tensors(), [want.codes, want.absmax])
+        assert_equal(torch.from_numpy(weight.detach().numpy()), weight.dense())
     module.requires_grad_(True)
     with pytest.raises(
         ValueError, match=r"has gate_up_proj in 4 bit, which cannot be trained; leave it out of PEFT's mod"

@@ -122,6 +122,8 @@ class FrozenWeight(Tensor):
         if func is torch.baddbmm:  # PEFT's ``W + scale left right``; here, above autograd, which must see both
             weight, left, right = args
             return weight.with_product(LowRank(left, right, kwargs["alpha"]))
+        if func is Tensor.numpy:  # TRL hashes a reference model so
+            return args[0].dense().numpy()
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
