@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import traceback
 from functools import cache
 from pathlib import Path
@@ -93,6 +94,16 @@ def test_the_citation_is_of_this_version() -> None:
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(prose(page)) if "://" not in link]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_formulas_are_typeset() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    blocks = list(hooks["FORMULAS"].finditer((ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")))
+    assert len(blocks) == 5
+    shown = "".join(map(hooks["typeset"], blocks))
+    assert "∑<sub>r of e</sub> <var>dh</var><sub>r</sub> <var>x</var><sub>t(r)</sub><sup>T</sup>" in shown
+    assert "⟨<var>da'</var><sub>r</sub>, <var>a</var><sub>r</sub>⟩ + ⟨<var>do</var><sub>r</sub>," in shown
+    assert re.findall(r"_(?:[ret]|t\(r\))(?!\w)|\^|sum over|[<>]", re.sub(r"<[^>]+>", "", shown)) == []
 
 
 def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
