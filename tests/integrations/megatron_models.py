@@ -1,15 +1,21 @@
 """Tiny models of Megatron Core on a CPU, which it takes for a GPU here, with its experts and with tilemoe's."""
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import megatron_step
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import apply_factories
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -37,13 +43,32 @@ class _CUDAIsCPU(TorchFunctionMode):
         return args[0] if func is Tensor.cuda else func(*args, **kwargs)
 
 
-def _all_to_all_single(output: Tensor, input: Tensor, **kwargs: Any) -> None:
+def _all_to_all_single(output: Tensor, input: Tensor, **kwargs: Any) -> Any:
     """With sizes as sequences, as which they come from a GPU."""
     kwargs |= {name: sizes.tolist() for name, sizes in kwargs.items() if isinstance(sizes, Tensor)}
-    _EXCHANGE(output, input, **kwargs)
+    return _EXCHANGE(output, input, **kwargs)
 
 
-_EXCHANGE = dist.all_to_all_single
+def _all_gather(outputs: list[Tensor], input: Tensor, group: Any = None, **kwargs: Any) -> Any:
+    """Also of unequal sizes, as NCCL has it and gloo has not."""
+    if len({output.shape for output in outputs}) == 1:
+        return _GATHER(outputs, input, group=group, **kwargs)
+    for rank, output in enumerate(outputs):
+        if dist.get_rank(group) == rank:
+            output.copy_(input)
+        dist.broadcast(output, group=group, group_src=rank)
+    return None
+
+
+def _reduce_scatter(output: Tensor, inputs: list[Tensor], group: Any = None) -> None:
+    for rank, each in enumerate(inputs):
+        total = each.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        if dist.get_rank(group) == rank:
+            output.copy_(total)
+
+
+_EXCHANGE, _GATHER = dist.all_to_all_single, dist.all_gather
 
 
 @contextmanager
@@ -61,6 +86,8 @@ def megatron_on_cpu(**parallel: int) -> Iterator[None]:
             (torch.cuda, "Stream", mock.MagicMock()),
             (torch.cuda, "stream", nullcontext),
             (dist, "all_to_all_single", _all_to_all_single),
+            (dist, "all_gather", _all_gather),
+            (dist, "reduce_scatter", _reduce_scatter),
             (megatron_random, "_get_cuda_rng_state", state),
             (megatron_random, "_set_cuda_rng_state", put),
         ):
@@ -94,33 +121,38 @@ def config(**changes: Any) -> TransformerConfig:
         "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": False,  # else processes with other experts would draw the same
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
     }
     return TransformerConfig(**settings | changes)
 
 
-def spec(cfg: TransformerConfig) -> Any:
-    return get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, normalization="RMSNorm")
+def spec(cfg: TransformerConfig, vp_stage: int | None = None) -> Any:
+    layers = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    return megatron_step.with_norms(layers) if cfg.sequence_parallel else layers
 
 
-def gpt(cfg: TransformerConfig, layers: Any) -> GPTModel:
-    """A GPT of these layers, whose weights depend on the configuration alone."""
+def gpt(cfg: TransformerConfig, layers: Any, **stage: Any) -> GPTModel:
+    """A GPT of these layers, or a stage of its pipeline, whose weights depend on the configuration alone."""
     megatron_random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(0)
-    return GPTModel(cfg, layers, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
+    return GPTModel(cfg, layers, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope", **stage)
 
 
 def tokens(seed: int) -> Tensor:
     return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
+def losses_of(model: Any, ids: Tensor) -> Tensor:
+    """(B, S), or what a stage hands to the next."""
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    positions = torch.arange(LENGTH).expand(ids.shape)
-    loss: Tensor = model(ids, positions, mask, labels=ids.roll(-1, 1)).mean()
-    return loss
+    found: Tensor = model(ids, torch.arange(LENGTH).expand(ids.shape), mask, labels=ids.roll(-1, 1))
+    return found
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    return losses_of(model, ids).mean()
 
 
 def models(**changes: Any) -> tuple[nn.Module, nn.Module]:
@@ -143,9 +175,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        before, _, last = name.rpartition("w")
-        if last in ("1", "2"):
-            found |= {f"{before}local_experts.{i}.linear_fc{last}.weight": each for i, each in enumerate(gradient)}
+        if ours := re.fullmatch(r"(.*)([wb])([12])", name):
+            before, kind, number = ours.groups()
+            linear = f"linear_fc{number}." + {"w": "weight", "b": "bias"}[kind]
+            found |= {f"{before}local_experts.{i}.{linear}": each for i, each in enumerate(gradient)}
         else:
             found[name] = gradient
     return found
@@ -201,16 +234,17 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def go_on(self, steps: int) -> None:
-        """Steps of two micro-batches."""
+        """Steps of two micro-batches, of eight in turn."""
+        first = 1000 * parallel_state.get_data_parallel_rank()
         for _ in range(steps):
             self.wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
             # Both forwards come first, as in a pipeline.
-            losses = [loss_of(self.wrapped, tokens(len(self.losses) + i)) for i in range(2)]
+            losses = [loss_of(self.wrapped, tokens(first + (len(self.losses) + i) % 8)) for i in range(2)]
             for loss in losses:
                 (loss / 2).backward()
                 self.losses.append(loss.item())
-            self.wrapped.finish_grad_sync()
+            finalize_model_grads([self.wrapped])
             self.norms.append(float(self.optimizer.step()[1]))
 
 

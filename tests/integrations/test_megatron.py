@@ -15,12 +15,17 @@ from torch import nn
 pytest.importorskip("megatron.core", reason="Megatron Core is not installed: make env")
 
 import megatron_step
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron_checks import CHECKS, check_expert_parallelism
+from megatron_checks import (
+    CHECKS,
+    check_expert_parallelism,
+    check_fifty_steps_and_a_checkpoint_of_another_layout,
+)
 from megatron_models import (
     D,
     N,
@@ -199,9 +204,11 @@ def moved(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"add_bias_linear": True}, "add_bias_linear=True"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True"),
         ({"activation_func": quick_gelu}, "activation_func=quick_gelu with gated_linear_unit=True"),
         ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8"),
+        ({"bias_activation_fusion": True, "activation_func_clamp_value": 7.0}, "not heeded by Megatron's fused SwiGLU"),
+        ({"activation_func_fp8_input_store": True}, "fc1 outputs of a multiple of 128, not 32; unset it"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules has 'moe_act'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
@@ -211,6 +218,28 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) 
     vars(cfg).update(changes)  # some of which Megatron takes with Transformer Engine alone
     with raises_one_line(message):
         gpt(cfg, integration.tilemoe_spec(spec(cfg)))
+
+
+def test_biases_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gpt-oss has them. Megatron adds its own in place to a view that autograd refuses; the reference has a copy."""
+    reduce = layers.reduce_from_tensor_model_parallel_region
+    monkeypatch.setattr(
+        layers, "reduce_from_tensor_model_parallel_region", lambda *args, **named: reduce(*args, **named).clone()
+    )
+    gate = {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.05}
+    stock, ours = models(add_bias_linear=True, expert_tensor_parallel_size=1, **gate)
+    moved(stock)
+    ours.load_state_dict(stock.state_dict())
+    losses = [loss_of(model, tokens(1)) for model in (stock, ours)]
+    for loss in losses:
+        loss.backward()
+    assert_same({"loss": losses[1]}, {"loss": losses[0]})
+    expected = {name: each for name, each in gradients(stock).items() if each.any()}
+    assert len([name for name in expected if "local_experts" in name and "bias" in name]) > 12  # some experts are idle
+    assert_same({name: gradients(ours)[name] for name in expected}, expected, 3e-6)
+    assert shards_of(ours) == shards_of(stock)
+    weights = ({name for name, each in m.state_dict().items() if each is not None} for m in (stock, ours))
+    assert next(weights) == next(weights)
 
 
 @pytest.mark.thorough  # Megatron compiles some
@@ -233,7 +262,7 @@ def test_activations(changes: dict[str, Any]) -> None:
     assert_same({"out": ours(x, counts, probs)[0]}, {"out": stock(x, counts, probs)[0]})
 
 
-def test_specs() -> None:
+def test_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(moe_layer_freq=[1, 0])
     stock = spec(cfg)
     ours = integration.tilemoe_spec(stock)
@@ -246,7 +275,9 @@ def test_specs() -> None:
     old = ModuleSpec(module=MoELayer, submodules=stock.layer_specs[0].submodules.mlp.keywords["submodules"])
     assert integration.tilemoe_spec(old).module is integration.TileMoELayer
     with raises_one_line(r"spec \(TransformerBlockSubmodules\) has no MoE layer of Megatron's"):
-        integration.tilemoe_spec(spec(config(moe_layer_freq=[0, 0])))
+        integration.tilemoe_spec(dense := spec(config(moe_layer_freq=[0, 0])))
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    assert integration.tilemoe_spec(dense) is dense  # a stage, and the others have MoE layers
 
 
 def test_importing_tilemoe_does_not_import_megatron() -> None:
@@ -277,3 +308,10 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_processes(name: str, tmp_path: Path) -> None:
     checks = [check for check in CHECKS if check.__name__ == name]
     assert run_on_ranks(checks, 2, tmp_path) == {name: ""}
+
+
+@pytest.mark.dist
+@pytest.mark.thorough
+def test_four_processes(tmp_path: Path) -> None:
+    check = check_fifty_steps_and_a_checkpoint_of_another_layout
+    assert run_on_ranks([check], 4, tmp_path) == {check.__name__: ""}

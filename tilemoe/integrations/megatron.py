@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 try:
+    from megatron.core import parallel_state
     from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -45,13 +46,17 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_rows, plan_topk
 
 # Settings that change what experts compute, or how their weights are laid out or divided, and that tilemoe lacks.
-_REFUSED = ("add_bias_linear", "fp8", "fp4", "moe_apply_probs_on_input", "moe_mlp_glu_interleave_size")
+_REFUSED = ("fp8", "fp4", "quant_recipe", "moe_apply_probs_on_input", "moe_mlp_glu_interleave_size", "moe_paged_stash",
+            "moe_ncclep_zero_copy")  # fmt: skip
 _NOT_OFFLOADED = ("expert_fc1", "moe_act", "fused_group_mlp")  # parts of Transformer Engine's experts
-_OF_MEGATRON = {"w1": "linear_fc1", "w2": "linear_fc2"}
+_OF_MEGATRON = {
+    "w1": "linear_fc1.weight", "w2": "linear_fc2.weight", "b1": "linear_fc1.bias", "b2": "linear_fc2.bias"
+}  # fmt: skip
 
 
 class TileMoEExperts(MegatronModule):
     """In place of ``SequentialMLP``: w1 (e, w, d), rows [gate; up], and w2 (e, d, n), drawn as it draws its weights.
+    With ``add_bias_linear`` b1 (e, w) and b2 (e, d), too.
 
     Where Megatron's DistributedDataParallel has given them ``main_grad``, their gradients go there: in fp32 the kernels
     add to it, and no gradient in the weights' dtype is made.
@@ -61,6 +66,11 @@ class TileMoEExperts(MegatronModule):
 
     ValueError: the configuration asks for what tilemoe's experts do not compute.
     """
+
+    w1: nn.Parameter
+    w2: nn.Parameter
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
 
     def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> None:
         super().__init__(config=config)
@@ -81,9 +91,15 @@ class TileMoEExperts(MegatronModule):
         drawing = copy.copy(config)
         drawing.gradient_accumulation_fusion = False  # these layers only draw weights; it would ask for Apex
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        theirs = SequentialMLP(num_local_experts, drawing, linears, pg_collection=pg_collection).local_experts
-        self.w1 = _stacked_parameter([expert.linear_fc1.weight for expert in theirs])
-        self.w2 = _stacked_parameter([expert.linear_fc2.weight for expert in theirs])
+        experts = SequentialMLP(num_local_experts, drawing, linears, pg_collection=pg_collection).local_experts
+        drawn = [dict(expert.named_parameters()) for expert in experts]
+        for ours, theirs in _OF_MEGATRON.items():
+            each = [parameters[theirs] for parameters in drawn if theirs in parameters]
+            self.register_parameter(ours, _stacked_parameter(each) if each else None)
+        if self.options["save"] == "fp8" and (width := self.w1.shape[1]) % 128:
+            raise ValueError(
+                f"activation_func_fp8_input_store is for fc1 outputs of a multiple of 128, not {width}; unset it"
+            )
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor | RoutingPlan, probs: Tensor) -> tuple[Tensor, None]:
         """x (R, d) sorted by expert, tokens_per_expert (e), probs (R) -> (R, d), every row times its probability.
@@ -94,7 +110,7 @@ class TileMoEExperts(MegatronModule):
         if not isinstance(plan, RoutingPlan):
             plan, probs = plan_rows(plan.to(x.device, non_blocking=True), x.shape[0]), probs.unsqueeze(1)
         weights = [w for w in (self.w1, self.w2) if getattr(w, "main_grad", None) is not None]
-        o = moe(x, self.w1, self.w2, plan, probs, accumulate=bool(weights), **self.options)
+        o = moe(x, self.w1, self.w2, plan, probs, b1=self.b1, b2=self.b2, accumulate=bool(weights), **self.options)
         return _IntoMainGrad.apply(o, weights) if weights else o, None
 
     def backward_dw(self) -> None:
@@ -116,33 +132,36 @@ class TileMoEExperts(MegatronModule):
             for i in range(experts)
         ]
         sharded: dict[str, Any] = {}
-        for ours, theirs, axis in (("w1", "linear_fc1", 0), ("w2", "linear_fc2", 1)):
-            halves = 2 if ours == "w1" and self.config.gated_linear_unit else 1
+        for ours, parameter in self._named():
+            halves = 2 if ours in ("w1", "b1") and self.config.gated_linear_unit else 1
             sharded[f"{prefix}{ours}"] = ShardedTensorFactory(
-                f"{prefix}experts.{theirs}.weight",
-                getattr(self, ours),
-                partial(_shards_of_experts, places, axis, halves, tp),
+                f"{prefix}experts.{_OF_MEGATRON[ours]}",
+                parameter,
+                partial(_shards_of_experts, places, int(ours == "w2"), halves, tp),
                 _stacked,
                 (0, 0, groups.expt_dp.rank()),
             )
+        for theirs in ("linear_fc1", "linear_fc2"):
             for i, place in enumerate(places):  # which says nothing, but without it Megatron's experts refuse to load
                 sharded[f"{prefix}local_experts.{i}.{theirs}._extra_state"] = make_sharded_object_for_checkpoint(
                     None, f"{prefix}experts.{theirs}._extra_state", place, (0, tp[0], groups.expt_dp.rank())
                 )
         return sharded
 
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name in _OF_MEGATRON if (parameter := getattr(self, name)) is not None]
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for ours, theirs in _OF_MEGATRON.items():
-            weight = getattr(self, ours)
-            for i, each in enumerate(weight if keep_vars else weight.detach()):
-                destination[f"{prefix}local_experts.{i}.{theirs}.weight"] = each
+        for ours, parameter in self._named():
+            for i, each in enumerate(parameter if keep_vars else parameter.detach()):
+                destination[f"{prefix}local_experts.{i}.{_OF_MEGATRON[ours]}"] = each
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also reads names of ``SequentialMLP`` and of ``TEGroupedMLP``, whose ``_extra_state`` says nothing here."""
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
             del state_dict[key]
         for ours, theirs in _OF_MEGATRON.items():
-            for name in (f"{prefix}local_experts.{{}}.{theirs}.weight", f"{prefix}{theirs}.weight{{}}"):
+            for name in (f"{prefix}local_experts.{{}}.{theirs}", f"{prefix}{theirs}{{}}"):
                 keys = [name.format(i) for i in range(self.w1.shape[0])]
                 if all(key in state_dict for key in keys):
                     state_dict[f"{prefix}{ours}"] = torch.stack([state_dict.pop(key) for key in keys])
@@ -199,10 +218,12 @@ def tilemoe_spec(spec: Any) -> Any:
 
     Attention, norms, routers, shared experts and dense layers stay what the spec says.
 
-    ValueError: there is no MoE layer in the spec.
+    ValueError: there is no MoE layer in the spec, and no pipeline whose other stages may have them.
     """
     found = _with_our_layers(spec)
-    if found is spec:
+    is_initialized = parallel_state.model_parallel_is_initialized()
+    stages = parallel_state.get_pipeline_model_parallel_world_size() if is_initialized else 1
+    if found is spec and stages == 1:
         raise ValueError(f"spec ({type(spec).__name__}) has no MoE layer of Megatron's; is num_moe_experts set?")
     return found
 
@@ -273,6 +294,11 @@ def _options_of(config: Any) -> dict[str, Any]:
     if config.gated_linear_unit and function is quick_gelu and offset == 1.0 and limit:
         return options | {"activation": "swiglu_oai", "activation_limit": limit, "activation_alpha": 1.702}
     if config.gated_linear_unit and function is nn.functional.silu and offset == 0.0 and limit:
+        if config.bias_activation_fusion:
+            raise ValueError(
+                f"activation_func_clamp_value={limit} is not heeded by Megatron's fused SwiGLU; unset one of it and "
+                "bias_activation_fusion"
+            )
         return options | {"activation": "swiglu_clamped", "activation_limit": limit}
     activation = (gated if config.gated_linear_unit else ungated).get(function)
     if activation is None or (config.gated_linear_unit and (offset or limit)):
@@ -285,10 +311,12 @@ def _options_of(config: Any) -> dict[str, Any]:
 
 
 def _stacked_parameter(weights: list[nn.Parameter]) -> nn.Parameter:
-    """(e, p, q) of e weights (p, q), with the marks that tell Megatron how it is divided and reduced."""
+    """(e, p, q) of e weights (p, q), or (e, p) of biases (p), with the marks that tell Megatron how to reduce it."""
     stacked = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
-    marks = vars(weights[0])
-    vars(stacked).update(marks | {"partition_dim": marks["partition_dim"] + 1})
+    marks = dict(vars(weights[0]))
+    if marks.get("partition_dim", -1) >= 0:
+        marks["partition_dim"] += 1
+    vars(stacked).update(marks)
     return stacked
 
 
@@ -305,6 +333,7 @@ def _shards_of_experts(
     """The shards, of every expert and of gate and up, of a weight (e, p, q) that tensor parallelism cuts along p or q.
 
     places: each expert's offsets in front of p and q. tp: (rank, size) of its group; gate and up are each cut by it.
+    Of biases (e, p) too, which Megatron does not cut.
     """
     if flattened_range is not None:
         raise ValueError("the distributed optimiser's checkpoints must be fully_reshardable or dp_reshardable")
