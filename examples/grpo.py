@@ -12,7 +12,7 @@ B sequences · S tokens of prompt and completion · L MoE layers · K experts pe
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,16 @@ from tilemoe.integrations.replay import record_routing, replay_routing
 
 
 class ReplayTrainer(GRPOTrainer):
-    """Trains each token with the experts that it was sampled with. For ``num_iterations=1``, without tools, images
-    or evaluation: then the old log-probabilities are those of the forward that trains.
+    """Trains each token with the experts that it was sampled with; the old log-probabilities are of these, too.
+
+    A reference model (``beta``) chooses its own. ValueError: something else than one `generate` is to sample.
     """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for name in ("use_vllm", "use_transformers_continuous_batching", "tools", "rollout_func"):
+            if getattr(self, name):
+                raise ValueError(f"experts are recorded while one generate samples; leave {name} out")
 
     def _generate_single_turn(self, *args: Any, **more: Any) -> Any:
         with record_routing(self.model) as self.record:
@@ -39,23 +46,43 @@ class ReplayTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
-        if "old_per_token_logps" in out:
-            raise ValueError("replay needs num_iterations=1 and steps_per_generation=gradient_accumulation_steps")
         ids = self.record.expert_ids(len(out["prompt_ids"]))  # (L, B, S - 1, K): none of the last token
-        out["expert_ids"] = F.pad(ids, (0, 0, 0, 1)).permute(1, 2, 0, 3)  # TRL shuffles and splits along B
+        padding = out["prompt_ids"].shape[1] + out["completion_ids"].shape[1] - ids.shape[2]
+        out["expert_ids"] = F.pad(ids, (0, 0, 0, padding), value=-1).permute(1, 2, 0, 3)  # TRL splits along B
+        if "old_per_token_logps" in out:  # with num_iterations > 1; TRL's are of experts that are chosen again
+            out["old_per_token_logps"] = self._old_log_probs(out)
         return out
+
+    @torch.no_grad()
+    def _old_log_probs(self, batch: dict[str, Any]) -> Tensor:
+        """(B, tokens of completions), a micro-batch at a time."""
+        found, size = [], self.args.per_device_train_batch_size
+        for start in range(0, len(batch["prompt_ids"]), size):
+            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "expert_ids")
+            part = {name: batch[name][start : start + size] for name in names}
+            with self._replayed(part):
+                tokens, mask = (
+                    torch.cat([part[f"prompt_{of}"], part[f"completion_{of}"]], 1) for of in ("ids", "mask")
+                )
+                new = part["completion_ids"].shape[1]
+                found.append(self._get_per_token_logps_and_entropies(self.model, tokens, mask, new)[0])
+        return torch.cat(found)
+
+    def _replayed(self, batch: dict[str, Any]) -> AbstractContextManager[None]:
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
+        mask &= batch["expert_ids"][:, :, 0, 0] >= 0
+        return replay_routing(self.model, batch["expert_ids"].permute(2, 0, 1, 3), mask)
 
     def training_step(self, *args: Any, **more: Any) -> Tensor:
         with ExitStack() as self.replay:  # around the backward, too: checkpointing repeats the forward there
             return super().training_step(*args, **more)
 
+    def prediction_step(self, *args: Any, **more: Any) -> Any:
+        with ExitStack() as self.replay:
+            return super().prediction_step(*args, **more)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Tensor:
-        if not self.model.training:
-            raise ValueError("experts are replayed in training alone; leave eval_dataset out")
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        mask[:, -1] = 0
-        ids = inputs["expert_ids"].permute(2, 0, 1, 3)
-        self.replay.enter_context(replay_routing(self.model, ids, mask))
+        self.replay.enter_context(self._replayed(inputs))
         return super().compute_loss(model, inputs, *args, **more)
 
 

@@ -1,12 +1,16 @@
 """TRL's GRPOTrainer over tilemoe's experts: it samples from the model and trains it."""
 
 import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from datasets import Dataset
+from helpers import raises_one_line
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from tilemoe.integrations import transformers as integration
@@ -68,44 +72,116 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "grpo.py"))
 
 
-@pytest.mark.usefixtures("registered")
-def test_grpo_trains_each_token_with_the_experts_that_it_was_sampled_with(
-    example: dict[str, Any], tmp_path: Path
-) -> None:
-    """Routers that move between sampling and training, checkpointing and prompts of two lengths notwithstanding."""
-    seen = []
+class Seen(NamedTuple):
+    """expert_ids (tokens, L, K), of all but padding: sampled, of a forward with replay, and of one without."""
 
-    class Moving(example["ReplayTrainer"]):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> torch.Tensor:
+    sampled: torch.Tensor
+    replayed: torch.Tensor
+    free: torch.Tensor
+
+
+def moving(trainer: type, seen: list[Seen]) -> type:
+    """``trainer`` with routers that move before every forward for old log-probabilities and for a loss."""
+
+    class Moving(trainer):
+        def _replayed(self, batch: dict[str, Any]) -> Any:
             with torch.no_grad():
-                for name, parameter in model.named_parameters():
+                for name, parameter in self.model.named_parameters():
                     if name.endswith("gate.weight"):
                         parameter.add_(torch.randn_like(parameter))
-            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)[:, :-1].bool()
-            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-            with record_routing(model) as free, torch.no_grad():
-                model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-            with record_routing(model) as record:
-                loss = super().compute_loss(model, inputs, *args, **more)
-            found = [each.expert_ids(len(mask)).permute(1, 2, 0, 3)[:, :-1][mask] for each in (record, free)]
-            seen.append((inputs["expert_ids"][:, :-1][mask], *found))
-            return loss
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
+            mask &= batch["expert_ids"][:, :, 0, 0] >= 0  # each sequence's last token was in no forward of sampling
+            tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            with record_routing(self.model) as free, torch.no_grad():
+                self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+            return self.checked(super()._replayed(batch), batch, mask, free)
 
-    model, tokenizer = SCRIPT["small_model"]()
+        @contextmanager
+        def checked(self, replay: Any, batch: dict[str, Any], mask: torch.Tensor, free: Any) -> Iterator[None]:
+            with record_routing(self.model) as record, replay:
+                yield
+            found = [each.expert_ids(len(mask)).permute(1, 2, 0, 3)[mask] for each in (record, free)]
+            seen.append(Seen(batch["expert_ids"][mask], *found))
+
+    return Moving
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("changes", "forwards"),
+    [
+        ({}, 2),
+        # 2 micro-batches a step, used in 2 of them: 2 for old log-probabilities, 4 for steps.
+        ({"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "beta": 0.1}, 6),
+        ({"pad_to_multiple_of": 8}, 2),
+    ],
+    ids=["plain", "iterations", "multiple"],
+)
+def test_grpo_trains_each_token_with_the_experts_that_it_was_sampled_with(
+    example: dict[str, Any], tmp_path: Path, changes: dict[str, Any], forwards: int
+) -> None:
+    """Routers that move between sampling and training, checkpointing and prompts of two lengths notwithstanding."""
+    seen: list[Seen] = []
+    made, tokenizer = SCRIPT["small_model"]()
+    made.save_pretrained(tmp_path / "base")  # where TRL finds the reference model
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", experts_implementation="tilemoe")
     settings = GRPOConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, num_generations=2,
         max_completion_length=6, save_strategy="no", report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
+        **changes,
     )  # fmt: skip
     assert settings.gradient_checkpointing
     prompts = Dataset.from_dict({"prompt": ["1+1=", "20+20="] * 4})
-    trainer = Moving(model, count_of_a, settings, train_dataset=prompts, processing_class=tokenizer)
+    trainer = moving(example["ReplayTrainer"], seen)(
+        model, count_of_a, settings, train_dataset=prompts, eval_dataset=prompts, processing_class=tokenizer
+    )
     trainer.train()
-    assert len(seen) == 2
-    for sampled, trained, free in seen:
-        assert torch.equal(trained, sampled)
-        assert not torch.equal(free, sampled)
-    with pytest.raises(ValueError, match="replayed in training alone; leave eval_dataset out"):
-        trainer.evaluate(prompts)
+    assert len(seen) == forwards
+    trainer.evaluate()
+    assert len(seen) > forwards
+    for each in seen:
+        assert torch.equal(each.replayed, each.sampled)
+        assert not torch.equal(each.free, each.sampled)
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_old_log_probabilities_are_those_of_the_first_forward_that_trains(
+    example: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are of the same weights and, replayed, of the same experts: all ratios are 1, and no token is clipped."""
+    model, tokenizer = SCRIPT["small_model"]()
+    settings = GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, num_generations=2, num_iterations=2,
+        max_completion_length=6, save_strategy="no", report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    prompts = Dataset.from_dict({"prompt": ["1+1=", "20+20="] * 4})
+    found = []
+
+    class Kept(example["ReplayTrainer"]):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **more: Any) -> Any:
+            out = super()._get_per_token_logps_and_entropies(*args, **more)
+            found.append(out[0].detach())
+            return out
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> torch.Tensor:
+            loss = super().compute_loss(model, inputs, *args, **more)
+            mask = inputs["completion_mask"].bool()
+            torch.testing.assert_close(found[-1][mask], inputs["old_per_token_logps"][mask], rtol=1e-5, atol=1e-5)
+            return loss
+
+    Kept(model, count_of_a, settings, train_dataset=prompts, processing_class=tokenizer).train()
+    assert len(found) == 3  # TRL's, ours, the step's
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_samples_otherwise_is_refused(example: dict[str, Any], tmp_path: Path) -> None:
+    model, tokenizer = SCRIPT["small_model"]()
+    settings = GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, use_cpu=True)
+    with raises_one_line("leave rollout_func out"):
+        example["ReplayTrainer"](
+            model, count_of_a, settings, processing_class=tokenizer, rollout_func=lambda *_: {},
+            train_dataset=Dataset.from_dict({"prompt": ["1+1="]}),
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("registered")
