@@ -5,6 +5,7 @@
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core; with SEED=N what is left
 # of that seed's
 # every-cell: the Hopper backend's up_proj and down_proj_dgrad compiled for each combination that they serve
+# others: the tests with DeepSpeed, Liger and Lightning, which the environment has not; before a release
 # oldest-torch, newest: what traces, compiles and differentiates, and the API's examples, on the oldest PyTorch, and on
 # the newest with the newest transformers; recorded in results/versions.jsonl. Apart from check, because each downloads
 # 3 GB: before a release, and once a week
@@ -22,6 +23,10 @@ NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
 # The oldest transformers that tilemoe.integrations serves, with what it needs, in a folder of its own too.
 OLDEST_TRANSFORMERS := 5.7.0
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+# What else docs/with.md says yes to, each with what it needs of its own. DeepSpeed's package is made here, without its kernels.
+OTHERS := deepspeed==0.19.8 hjson msgpack py-cpuinfo einops liger-kernel==0.8.5 lightning==2.6.6 pytorch-lightning==2.6.6 \
+	torchmetrics lightning-utilities
+OTHERS_AT := $(VENV)/others
 # The oldest PyTorch that pyproject.toml asks for. torchtitan's tests are left out: that package needs a newer one.
 OLDEST_TORCH := 2.11.0
 OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
@@ -41,7 +46,7 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test thorough fuzz faults every-cell newest-triton oldest-transformers oldest-torch newest check checks lint types \
+.PHONY: env demo test thorough fuzz faults every-cell newest-triton oldest-transformers others oldest-torch newest check checks lint types \
 	docs wheel newcomer clean
 
 env: $(STAMP)
@@ -67,6 +72,12 @@ $(NEWEST): $(STAMP)
 $(OLDEST): $(STAMP)
 	rm -rf $@ $@.part
 	$(BIN)/python -m pip install --quiet --target $@.part transformers==$(OLDEST_TRANSFORMERS)
+	mv $@.part $@
+	touch $@
+
+$(OTHERS_AT): $(STAMP)
+	rm -rf $@ $@.part
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $@.part $(OTHERS)
 	mv $@.part $@
 	touch $@
 
@@ -119,6 +130,10 @@ newest-triton: env $(NEWEST)
 oldest-transformers: env $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(INTEGRATION)
+
+others: env $(OTHERS_AT)
+	PYTHONPATH=$(OTHERS_AT) $(BIN)/python -c 'import deepspeed, liger_kernel, lightning'
+	PYTHONPATH=$(OTHERS_AT) $(PYTEST) $(addprefix tests/integrations/test_,deepspeed.py liger.py lightning.py)
 
 oldest-torch: env $(OLD_TORCH)
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
