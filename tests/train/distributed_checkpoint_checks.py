@@ -1,8 +1,10 @@
 """What jobs of four and of two processes check of their checkpoints; `test_train_distributed_checkpoint` runs it."""
 
+import contextlib
 import errno
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +31,8 @@ from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import distributed as distributed_checkpoint
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint, require_shared, verify_by_first_rank
+from tilemoe.train.checkpoints import folder as folder_of_checkpoints
+from tilemoe.train.checkpoints.distributed import PendingCheckpoint, require_shared, verified
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
@@ -41,7 +44,7 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.restore import make_decoder
-from tilemoe.train.checkpoints.sharded_state import copy_part
+from tilemoe.train.checkpoints.sharded_state import copy_part, make_stager
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.job.agreement import of_all_ranks
 from tilemoe.train.job.processes import Job
@@ -132,8 +135,8 @@ def state_of(recipe: Recipe, number: int) -> TrainState:
 
 def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_last: int = 9) -> Path:
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last}
-    group = dist.new_group(backend="gloo")
-    return PendingCheckpoint(folder, state_of(recipe, number), *training, **options, group=group).finish()
+    options |= {"group": dist.new_group(backend="gloo"), "stager": make_stager()}
+    return PendingCheckpoint(folder, state_of(recipe, number), *training, **options).finish()
 
 
 def whole_state(training: Training) -> dict[str, Tensor]:
@@ -264,22 +267,22 @@ def check_a_checkpoint_written_meanwhile() -> None:
     torch.manual_seed(0)
     training = resumed("adamw", MESHES["EP 2 x FSDP 2"])
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
-    options["group"] = dist.new_group(backend="gloo")
-    pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 9), *training, **options)
-    step(training, 3)
-    assert_state(training, "adamw", 3)
-    assert not list_checkpoints(run_dir() / "other")
-    dist.barrier()
-    path = pending.finish()
-    assert pending.is_written
-    dist.barrier()
-    open_checkpoint(path).load_training(*training)
-    assert_state(training, "adamw", 2)
+    options |= {"group": dist.new_group(backend="gloo"), "stager": make_stager()}
+    numbers, paths = (9, 10), []
+    for number in numbers:  # the second copy takes the memory of the first
+        pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), number), *training, **options)
+        step(training, number - 6)
+        paths.append(pending.finish())
+        assert pending.is_written
+        assert list_checkpoints(run_dir() / "other") == paths
+    for path, number in zip(paths, (2, 3), strict=True):
+        open_checkpoint(path).load_training(*training)
+        assert_state(training, "adamw", number)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", _full_disk)
-        pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 10), *training, **options)
-        with pytest.raises(CheckpointError, match=r"step_00000010 .*No space left.*step_00000009"):
+        pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 11), *training, **options)
+        with pytest.raises(CheckpointError, match=r"step_00000011 .*No space left.*step_00000010"):
             pending.finish()
     dist.barrier()
 
@@ -411,26 +414,36 @@ def check_a_file_that_a_rank_does_not_see() -> None:
             distributed_checkpoint._require_seen(folder, {file.name: {"bytes": 4}})
 
 
-def check_the_first_verifies_for_all() -> None:
-    path = run_dir() / "one" / "adamw" / "step_00000007"
-    real, calls = distributed_checkpoint.open_checkpoint, []
+def check_two_verify_while_they_read() -> None:
+    """Each compares a file, the slower for longer than any other collective may take, and both name the damaged one."""
+    path, job = run_dir() / "one" / "adamw" / "step_00000007", Job(dist.get_rank(), 2)
+    training, real, compared = make("adamw", EXACT), folder_of_checkpoints.compared, []
 
-    def slow(path: Path) -> None:
-        time.sleep(2.5)
-        calls.append(real(path))
+    @contextlib.contextmanager
+    def slow(folder: Path, files: dict[str, Any]) -> Iterator[None]:
+        compared.append(sorted(files))
+        with real(folder, files):
+            yield
+            time.sleep(2.5 * job.is_first)
 
     _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_checkpoint, "open_checkpoint", slow)
-        verify_by_first_rank(path)
-        assert len(calls) == (dist.get_rank() == 0)
+        patch.setattr(folder_of_checkpoints, "compared", slow)
+        checkpoint = open_checkpoint(path, verify=False)
+        with verified(checkpoint, job):
+            checkpoint.load_training(*training)
     _set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+    assert compared == [[("model.safetensors", "optimizer.safetensors")[job.rank]]]
+    assert_state(training, "adamw", 7)
     dist.barrier()
-    if dist.get_rank() == 0:
-        with (path / "model.safetensors").open("ab") as file:
-            file.write(b"x")
-    with raises_one_line(r"is damaged: model\.safetensors has \d+ bytes instead of", CheckpointError):
-        verify_by_first_rank(path)
+    if job.is_first:
+        content = (path / "optimizer.safetensors").read_bytes()
+        (path / "optimizer.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    dist.barrier()
+    damaged = raises_one_line(r"is damaged: optimizer\.safetensors does not match its checksum", CheckpointError)
+    with damaged, verified(checkpoint, job):
+        if job.is_first:
+            raise CheckpointError("what a reader says of it")
 
 
 ON_FOUR = (
@@ -441,5 +454,5 @@ ON_FOUR = (
 )  # fmt: skip
 ON_TWO = (
     check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,
-    check_a_rank_that_cannot_write_is_named, check_a_file_that_a_rank_does_not_see, check_the_first_verifies_for_all,
+    check_a_rank_that_cannot_write_is_named, check_a_file_that_a_rank_does_not_see, check_two_verify_while_they_read,
 )  # fmt: skip

@@ -86,6 +86,8 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
     result, expected = (json.loads((tmp_path / name / "result.json").read_bytes()) for name in ("run", "one"))
     assert result["processes"] == 4
+    assert [next(iter(phases)) for phases in result["phases"]] == ["torchrun"] * 4
+    assert "\nseconds: torchrun " in said
     for name in ("parameters", "training_tokens", "heldout_tokens"):
         assert result[name] == expected[name], name
     assert result["heldout_nats_per_byte"] == pytest.approx(expected["heldout_nats_per_byte"], rel=1e-5)
@@ -298,14 +300,14 @@ def test_what_does_not_fit_is_found_before_a_device_is_touched(
             train(replace(recipe, model=model, **changes), checkpoint, Job(rank, 2))
 
 
-def test_the_first_process_verifies_after_all_have_looked_whether_it_fits(
+def test_tensors_are_verified_after_all_have_looked_whether_it_fits(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verifying takes long; another rank would speak first of what all find."""
     alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
     assert isinstance(train(alone), RunResult)
     run_dir, path = recipe.train.out_dir, str(written(recipe, tmp_path))
-    monkeypatch.setattr(checkpoints, "require_files", lambda *_: pytest.fail("verified before"))
+    monkeypatch.setattr(checkpoints.Checkpoint, "compared", lambda *_: pytest.fail("verified before"))
     monkeypatch.setattr("time.sleep", lambda _: None)
     for rank in ("0", "1"):
         for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
@@ -314,7 +316,7 @@ def test_the_first_process_verifies_after_all_have_looked_whether_it_fits(
             with pytest.raises(JobError, match=f"^rank {rank} of 2: .* model.num_layers is 3 here and 2 in the"):
                 run_command(["--recipe", path, "--resume", resume, "--model.num-layers", "3"])
     (Path(run_dir) / "step_00000001" / "state.json").write_text("{")
-    with pytest.raises(JobError, match=r"state\.json is not JSON"):
+    with pytest.raises(JobError, match=r"state\.json has 1 bytes instead of"):
         run_command(["--recipe", path, "--resume", run_dir])
 
 

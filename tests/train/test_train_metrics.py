@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers import raises_one_line
+from helpers import raises_one_line, run_python
 
 from tilemoe.config import to_dict
 from tilemoe.plots import run_figure
@@ -20,6 +22,7 @@ from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
 from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
 from tilemoe.train.progress import (
+    Phases,
     PlainReporter,
     Reporter,
     Speed,
@@ -221,3 +224,47 @@ def test_the_bar_shows_the_same_numbers() -> None:
     drive(TerminalReporter(stream))
     for text in ("step", "5/5", "loss 1.2346 nats/token", "34.1k tokens/s", "held-out [bold]1.20[/bold]"):
         assert text in stream.getvalue()
+
+
+def test_phases_add_up_to_what_a_run_takes(moe_recipe: Recipe) -> None:
+    begun = time.perf_counter()
+    train(moe_recipe)
+    took = time.perf_counter() - begun
+    result = json.loads((moe_recipe.train.out_path / "result.json").read_bytes())
+    (phases,) = result["phases"]
+    assert list(phases) == [
+        "checks", "data", "processes", "weights", "folder", "first step", "steps", "evaluation", "saves", "sample",
+    ]  # fmt: skip
+    assert took - 0.1 < sum(phases.values()) < took
+    assert len(result["seconds_of_saves"]) == 2
+    assert phases["saves"] == pytest.approx(sum(result["seconds_of_saves"]), abs=0.002)
+
+
+def test_a_phase_that_returns_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5, 12.5, 13.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    phases = Phases(seconds_ago=2.0)
+    assert [phases.end(name) for name in ("imports", "steps", "imports")] == [2.5, 2.0, 0.5]
+    assert phases.seconds == {"imports": 3.0, "steps": 2.0}
+    assert str(phases) == "imports 3.0, steps 2.0; together 5.0 s"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads when a process was made from Linux' /proc")
+def test_the_first_phases_begin_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the other's torchrun. The system counts in hundredths of a second."""
+    code = (
+        "import time; time.sleep(.2); from tilemoe.train.progress import Phases; p = Phases.since_command();"
+        "p.end('imports'); print(*p.seconds, sum(p.seconds.values()), p.seconds['imports'])"
+    )
+    begun, age = time.perf_counter(), sum(Phases.since_command().seconds.values())
+    assert age == 0.0, "no phase has ended, and nobody's torchrun has started this"
+    name, together, imports = run_python(code).split()
+    took = time.perf_counter() - begun
+    assert (name, together) == ("imports", imports)
+    assert 0.2 < float(imports) < took + 0.02
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first, _, together, imports = run_python(code).split()
+    assert first == "torchrun"
+    own = Phases.since_command()
+    own.end("all")
+    assert float(imports) < float(together) < own.seconds["all"] + 0.02

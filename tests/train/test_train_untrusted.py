@@ -274,9 +274,10 @@ def test_an_archive_that_describes_another_tensor(sharded: Path, told: dict[str,
     said = pickle.dumps((8, 1), 2)[2:-3]  # as torch.save writes the strides
     assert content.count(said) == 1
     other = pickle.dumps(tuple(strides), 2)[2:-3]
+    opened = open_checkpoint(sharded, verify=False)
     (sharded / "__0_0.distcp").write_bytes(content.replace(said, other, 1))
     with raises_one_line("is another tensor|shorter than argument|longer than argument|is cut short|is no tensor"):
-        open_checkpoint(sharded, verify=False).open_tensors()[name][()]
+        opened.open_tensors()[name][()]
 
 
 @pytest.mark.parametrize("files", [None, [], ["state.json"], "state.json", 3, {}])

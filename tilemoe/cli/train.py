@@ -21,6 +21,7 @@ from tilemoe.models.hf_config import import_line
 from tilemoe.models.sums import sums_line
 from tilemoe.train.config import DataConfig, LoRAConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
 from tilemoe.train.job.processes import Job
+from tilemoe.train.progress import Phases
 
 if TYPE_CHECKING:
     from tilemoe.train.checkpoints.folder import Checkpoint
@@ -54,10 +55,10 @@ def run(arguments: Sequence[str]) -> None:
     """Parse, train, and print the sample, the plot's path and the held-out loss."""
     job = Job.from_environment()
     with job.errors_with_rank():
-        _run(arguments, job)
+        _run(arguments, job, Phases.since_command())
 
 
-def _run(arguments: Sequence[str], job: Job) -> None:
+def _run(arguments: Sequence[str], job: Job, phases: Phases) -> None:
     first = _Parser(add_help=False, allow_abbrev=False)
     for option in _STARTS:
         first.add_argument(option, **_FORMS.get(option, {}))
@@ -67,7 +68,7 @@ def _run(arguments: Sequence[str], job: Job) -> None:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
     resume = _LATEST if known.resume == _AUTO else known.resume
     init_from = None if known.init_from is None else _initial(known.init_from, resume)
-    recipe, checkpoint = _choose(known.recipe, resume, overrides, job, init_from)
+    recipe, checkpoint = _choose(known.recipe, resume, overrides, init_from)
     if init_from is not None:
         recipe = _with_base(recipe, known.init_from, init_from)
     if is_auto or known.global_batch is not None:
@@ -85,12 +86,15 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     if job.is_first and (line := import_line(recipe.model)):
         print(f"note: {line}")
     is_theirs = bool(resume) and known.recipe is None and "--data.cache-dir" not in options_given(overrides)
-    result = train(recipe, checkpoint, job, init_from, default_cache_dir() if is_theirs else None)
+    phases.end("imports")
+    result = train(recipe, checkpoint, job, init_from, default_cache_dir() if is_theirs else None, phases)
+    phases.end("end")
     if isinstance(result, Stopped):
         # A shell expects this status of a stopped command; torchrun would take it for a failure and restart the job.
         sys.exit(128 + result.number if job.is_alone else 0)
     if not job.is_first:
         return
+    print(f"seconds: {phases}")
     if result.sample is not None:
         print(f"\nsample:\n{result.sample}\n")
     if result.plot is not None:
@@ -128,14 +132,14 @@ def _initial(name: str, resume: str | None) -> Path:
 
 
 def _choose(
-    name: str | None, resume: str | None, overrides: Sequence[str], job: Job, init_from: Path | None
+    name: str | None, resume: str | None, overrides: Sequence[str], init_from: Path | None
 ) -> tuple[Recipe, Checkpoint | None]:
-    """The recipe to run and the checkpoint to go on from, verified if this process is alone.
+    """The recipe to run and the checkpoint to go on from.
 
     ``init_from`` gives a recipe its model and its tokenizer, which options may then change.
     """
     if resume:
-        return _resume_from(expand_user(resume), name, overrides, job)
+        return _resume_from(expand_user(resume), name, overrides)
     if name is None:
         raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
     base = load_recipe(name)
@@ -152,14 +156,14 @@ def _choose(
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    return recipe, find_latest(run_dir, verify=job.is_alone)
+    return recipe, find_latest(run_dir, verify=False)
 
 
-def _resume_from(path: Path, name: str | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
+def _resume_from(path: Path, name: str | None, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
     from tilemoe.train.checkpoints.folder import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(path, verify=job.is_alone)
+    checkpoint = resolve_checkpoint(path, verify=False)
     run_dir = str(checkpoint.path.parent)
     base = checkpoint.state.recipe if name is None else load_recipe(name)
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)

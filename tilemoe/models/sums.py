@@ -74,19 +74,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def require_files(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
     """Damage where a file is missing or not what the manifest says of it."""
-    with _compared(folder, files):
+    with compared(folder, files):
         pass
 
 
-@contextmanager
-def _compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[None]:
-    """`require_files`, of which the content is compared in threads while the block runs."""
+def require_sizes(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    """`require_files`, without their content."""
     for name, expected in files.items():
         if not (folder / name).is_file():
             raise Damage(f"{name} is missing")
         size = (folder / name).stat().st_size
         if size != expected["bytes"]:
             raise Damage(f"{name} has {size} bytes instead of {expected['bytes']}")
+
+
+@contextmanager
+def compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+    """`require_files`, of which the content is compared in threads while the block runs."""
+    require_sizes(folder, files)
     pool, failure = ThreadPoolExecutor(_THREADS), None
     try:
         found = pool.map(lambda name: sha256_file(folder / name, _PIECE), files)
@@ -145,7 +150,7 @@ def checked(folder: Path) -> Iterator[None]:
         ValueError: a file is missing, changed or, of a kind that is read, not listed; the message names it.
     """
     weights = require_settings(folder)
-    with _named(folder), _compared(folder, weights):
+    with _named(folder), compared(folder, weights):
         yield
 
 

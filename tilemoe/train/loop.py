@@ -37,10 +37,10 @@ from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.routing.topk import NonFiniteLogitsError
 from tilemoe.runtime.device import has_fast_gemm
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint
+from tilemoe.train.checkpoints.distributed import PendingCheckpoint, verified
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
-from tilemoe.train.checkpoints.sharded_state import is_shared
+from tilemoe.train.checkpoints.sharded_state import is_shared, make_stager
 from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import DeviceBatch, device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
@@ -50,7 +50,7 @@ from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
 from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
-from tilemoe.train.progress import Reporter, Speed, StepStats
+from tilemoe.train.progress import Phases, Reporter, Speed, StepStats
 from tilemoe.train.room import Room
 
 GPU_TILE = 128  # rows of a tile of the GPU kernels' products
@@ -93,6 +93,7 @@ class Trainer:
         model: on ``device``, fp32 weights; those of a job's processes share it (`tilemoe.parallel`).
         job: this process and its share of every step's sequences; rank 0 writes the records.
         progress: is told how far this process has come, block by block.
+        phases: is told what its time was spent on.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class Trainer:
         device: torch.device,
         job: Job = ALONE,
         progress: Progress | None = None,
+        phases: Phases | None = None,
     ) -> None:
         self.recipe, self.model, self.data, self.device, self.job = recipe, model, data, device, job
-        self._progress = progress or Progress()
+        self._progress, self.phases = progress or Progress(), phases or Phases()
         if not job.is_alone:
             for block in model.blocks:
                 block.register_forward_pre_hook(lambda module, given: self._progress.mark())
@@ -116,7 +118,8 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
         self._pending: PendingCheckpoint | None = None
-        self._group: dist.ProcessGroup | None = None
+        self.seconds_of_saves: list[float] = []  # that training waited
+        self._to_save: dict[str, Any] = {}  # a job's group and memory, made once
         self._room = Room(model, device, job, say=lambda line: None)
         moe = recipe.model.moe
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
@@ -172,11 +175,12 @@ class Trainer:
         return has_experts and self.recipe.train.accumulation > 1 and (kept or not is_shared(self.model))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Resume from ``checkpoint``: weights, optimiser state, random-number states, step and tokens."""
+        """Resume from ``checkpoint``, verified meanwhile: weights, optimiser, random-number states, step and tokens."""
         state = checkpoint.state
         # Stays, of a rank (of a GPU) that was not there when it was saved.
         seed_process(self.recipe.train.seed, self.job, state.step)
-        checkpoint.load_training(self.model, self.optimizer)
+        with verified(checkpoint, self.job):
+            checkpoint.load_training(self.model, self.optimizer)
         for name in filter(None, objects_of_processes(find_non_finite(self.model, self.optimizer), self.job)):
             checkpoint.refuse_non_finite(name)
         self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
@@ -198,17 +202,19 @@ class Trainer:
         if self.job.is_alone:
             save_checkpoint(*arguments, **options)
         else:
-            if self._group is None:  # of the threads that write: their collectives must not mix with training's
+            if not self._to_save:  # the threads that write have a group of their own, or they would mix with training
                 limit = timedelta(seconds=self.recipe.train.timeout + LATER_SECONDS)
-                self._group = dist.new_group(backend="gloo", timeout=limit)
-            self._pending = PendingCheckpoint(*arguments, **options, group=self._group)
+                self._to_save = {"group": dist.new_group(backend="gloo", timeout=limit), "stager": make_stager()}
+            self._pending = PendingCheckpoint(*arguments, **(options | self._to_save))
         self._saved_step = self.step
+        self.seconds_of_saves.append(self.phases.end("saves"))
 
     def finish_save(self) -> None:
         """Wait for a checkpoint that is being written, and publish it; all processes of a job call it together."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
+            self.seconds_of_saves[-1] += self.phases.end("saves")
 
     def train_step(self) -> StepStats:
         """One optimiser step over ``accumulation`` micro-batches, repeated where rows did not fit.
@@ -362,11 +368,13 @@ class Trainer:
             while not any_process(stop_requested(), self.job):
                 if self._is_due(train.eval_every):
                     result = self._evaluate(metrics, reporter, stop_requested)
+                    self.phases.end("evaluation")
                     if self.step == train.steps or result is None:
                         return result
                 begun = time.perf_counter()
                 stats = self.train_step()
                 now = time.perf_counter()
+                self.phases.end("steps" if self.step > first_step + 1 else "first step")
                 self.seconds = seconds_before + now - started
                 if self.step - first_step <= 2:  # the first warms up, and counts only until there is a second
                     step_seconds = now - begun

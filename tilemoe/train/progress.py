@@ -1,9 +1,12 @@
-"""What a run shows while it goes: a live bar on a terminal, plain lines elsewhere (logs, pipes)."""
+"""What a run shows while it goes: a live bar on a terminal, plain lines elsewhere (logs, pipes); where time went."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -76,6 +79,49 @@ def duration(seconds: float) -> str:
 
 def _thousands(value: float) -> str:
     return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"
+
+
+class Phases:
+    """Seconds of a run's phases by one process' clock: each begins where the one before has ended."""
+
+    def __init__(self, seconds_ago: float = 0.0) -> None:
+        """``seconds_ago``: when the first has begun."""
+        self.seconds: dict[str, float] = {}
+        self._ended = time.perf_counter() - seconds_ago
+
+    @classmethod
+    def since_command(cls) -> Phases:
+        """From the start of this process, or of torchrun, which then is the first phase; from now where the system has
+        no /proc.
+        """
+        own, launcher = _age("self"), _age(os.getppid()) if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else 0.0
+        phases = cls(own)
+        if launcher:
+            phases.seconds["torchrun"] = launcher - own
+        return phases
+
+    def end(self, name: str) -> float:
+        """The time since the last end, which it returns, was spent on ``name``, beside what was spent on it before."""
+        now = time.perf_counter()
+        lasted, self._ended = now - self._ended, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + lasted
+        return lasted
+
+    def rounded(self) -> dict[str, float]:
+        return {name: round(seconds, 3) for name, seconds in self.seconds.items()}
+
+    def __str__(self) -> str:
+        told = [f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds >= 0.05]
+        return f"{', '.join(told)}; together {sum(self.seconds.values()):.1f} s"
+
+
+def _age(process: int | str) -> float:
+    """Seconds since a process was made; 0.0 where that is not known."""
+    try:
+        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # field 22: ticks since boot
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
 
 
 class Reporter:

@@ -25,7 +25,7 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.hf_base import HFBase
 from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable
-from tilemoe.train.checkpoints.distributed import require_shared, verify_by_first_rank
+from tilemoe.train.checkpoints.distributed import require_shared
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.leftovers import clean_stale
@@ -34,13 +34,13 @@ from tilemoe.train.checkpoints.restore import build_model, build_shared_model, s
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation
-from tilemoe.train.job.collective import entries_of_hosts, joined
+from tilemoe.train.job.collective import entries_of_hosts, joined, objects_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, read_metrics, truncate_metrics
 from tilemoe.train.preflight import PLOT_FILE, RESULT_FILE, require_own, require_prompt, require_ready
-from tilemoe.train.progress import Reporter, make_reporter
+from tilemoe.train.progress import Phases, Reporter, make_reporter
 from tilemoe.train.sample import continue_text
 from tilemoe.train.trackers import TensorBoard, Tracker, WandB
 
@@ -123,13 +123,15 @@ def train(
     job: Job = ALONE,
     init_from: Path | None = None,
     cache_dir: Path | None = None,
+    phases: Phases | None = None,
 ) -> RunResult | Stopped:
     """Run ``recipe``, from ``checkpoint`` on if given, to its end, or until SIGTERM or Ctrl-C stop and save it.
 
     ``init_from``: a folder whose weights a new run starts from, that of `adopt`, which gave the recipe its model.
     ``cache_dir``: where token shards are made, if they have to be; then ``recipe.data.cache_dir`` is read alone.
+    ``phases``: is told what the time is spent on; result.json has it of each process.
 
-    A checkpoint is verified already, or is, with several processes, by the first of them, before it is read.
+    The content of a checkpoint's tensors is compared to its manifest while they are read.
 
     All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
 
@@ -140,6 +142,7 @@ def train(
     if recipe.lora is not None and checkpoint is None and init_from is None:
         raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")
     recipe.require_trainable()
+    phases = phases or Phases()
     recipe = _with_digest_of(checkpoint, recipe)
     reporter = make_reporter(recipe.train.log_every, job)
     run_dir = recipe.train.out_path
@@ -160,21 +163,24 @@ def train(
             stack.enter_context(repeatable())
         try:
             with sigterm_interrupts():
+                phases.end("checks")
                 data = _prepare(recipe, checkpoint, reporter, cache_dir)
+                phases.end("data")
                 settings = {} if job.is_alone else settings_of_process(recipe, checkpoint, init_from, data, device)
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout, settings))
+                phases.end("processes")
                 if isinstance(recipe.model, HFBase):
                     recipe = _with_base(recipe, recipe.model, checkpoint, job)
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
                 if init_from is not None and checkpoint is None and isinstance(model, DecoderLM):
                     load_initial(model, init_from)
-                trainer = Trainer(recipe, model, data, device, job, progress)
+                trainer = Trainer(recipe, model, data, device, job, progress, phases)
+                phases.end("weights")
                 if job.is_first:
                     stack.enter_context(_owned(run_dir))
                 require_shared(run_dir, job, recipe.train.timeout)
-                if checkpoint is not None and not job.is_alone:
-                    verify_by_first_rank(checkpoint.path)
                 _enter(run_dir, trainer, checkpoint)
+                phases.end("folder" if checkpoint is None else "reading the checkpoint")
         except KeyboardInterrupt as interrupt:
             if not job.is_alone:
                 raise  # with its exit code torchrun ends the others, which would wait for this process
@@ -338,15 +344,23 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
     """result.json, plot and sample of a finished run, in this order: whatever fails, what is before it is there."""
-    recipe, run_dir = trainer.recipe, trainer.run_dir
-    plot = None
-    if trainer.job.is_first:
-        result = _result(trainer, evaluation, parameters)
-        require_own(recipe, trainer.step)  # what came since the first step
-        write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
-        if recipe.train.plot:
-            plot = _if_installed(lambda: _draw(run_dir, recipe.name, reporter), "plot", "plot", reporter)
-    return RunResult(evaluation, _sample(trainer, reporter), plot)
+    recipe, run_dir, phases = trainer.recipe, trainer.run_dir, trainer.phases
+    plot, result = None, _result(trainer, evaluation, parameters) if trainer.job.is_first else {}
+
+    def write_result() -> None:
+        result["phases"] = objects_of_processes(phases.rounded(), trainer.job)
+        if trainer.job.is_first:
+            require_own(recipe, trainer.step)  # what came since the first step
+            write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
+
+    write_result()
+    if trainer.job.is_first and recipe.train.plot:
+        plot = _if_installed(lambda: _draw(run_dir, recipe.name, reporter), "plot", "plot", reporter)
+        phases.end("plot")
+    sample = _sample(trainer, reporter)
+    phases.end("sample")
+    write_result()
+    return RunResult(evaluation, sample, plot)
 
 
 def draw(run_dir: Path, title: str) -> Path:
@@ -394,6 +408,7 @@ def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[s
         "heldout_tokens": evaluation.tokens,
         "training_tokens": trainer.tokens,
         "seconds": trainer.seconds,
+        "seconds_of_saves": [round(seconds, 3) for seconds in trainer.seconds_of_saves],
         "parameters": parameters,
         "flops_per_token": recipe.flops_per_token(),
         "recipe": to_dict(recipe),

@@ -10,6 +10,7 @@ import contextlib
 import platform
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.models.sums import file_entries
 from tilemoe.train.checkpoints.folder import (
+    Checkpoint,
     CheckpointError,
     TrainState,
     drop_old,
-    open_checkpoint,
     publish,
     state_json,
     write_error,
@@ -42,12 +44,14 @@ _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written while training goes on, from tensors that were copied when it was made.
+    """A checkpoint that threads write and publish while training goes on, from tensors that were copied when it was
+    made. Training waits for the copy alone: a core hashes 1.2 GB/s.
 
-    All processes make it, one at a time, and finish it; until then it has no name, and whoever saves next drops it.
+    All processes make it, one at a time, and finish it; what is cut short has no name, and whoever saves next drops it.
 
     Args:
         group: of gloo and of all processes, made for this alone, as ``torch.distributed.new_group(backend="gloo")``.
+        stager: of `make_stager`, used for one at a time.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -63,32 +67,41 @@ class PendingCheckpoint:
         tokenizer: Tokenizer,
         keep_last: int,
         group: dist.ProcessGroup,
+        stager: AsyncStager,
     ) -> None:
         self._target, self._state = step_dir(run_dir, state.step), state_json(state)
-        self._tokenizer, self._keep_last = tokenizer, keep_last
+        self._tokenizer, self._keep_last, self._group = tokenizer, keep_last, group
         self._temporary = temporary_of(self._target)
         with self._errors_in_one_line():
             _by_first_rank(lambda: make_temporary(self._target))
-            self._written = begin_write_training(self._temporary, model, optimizer, group)
+            written = begin_write_training(self._temporary, model, optimizer, group, stager)
+        threads = ThreadPoolExecutor(1, "tilemoe-save")
+        self._published = threads.submit(self._publish, written)
+        threads.shutdown(wait=False)
 
     @property
     def is_written(self) -> bool:
-        """Whether this process has written its own part, so that `finish` need not wait for it."""
-        return self._written.done()
+        """Whether it is published, or has failed, as far as this process knows, so that `finish` need not wait."""
+        return self._published.done()
 
     def finish(self) -> Path:
-        """Wait for the tensors, of which each process hashes what it wrote, and publish what all see.
+        """Wait until it is published.
 
         Raises:
             CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
+        return self._published.result()
+
+    def _publish(self, tensors_written: Future[Any]) -> Path:
+        """Wait for the tensors, of which each process hashes what it wrote, and publish what all see."""
         with self._errors_in_one_line():
-            written = self._written.result()
+            written = tensors_written.result()
             own = file_entries(files_of_rank(self._temporary, dist.get_rank()))
-            entries_of_ranks: list[dict[str, Any]] = of_all_ranks(own)
+            entries_of_ranks: list[dict[str, Any]] = of_all_ranks(own, self._group)
             hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
             # Rank 0 looks for the files of all, the others for its own: they are in one folder then.
-            _require_seen(self._temporary, hashed if dist.get_rank() == 0 else entries_of_ranks[0])
+            looked_for = hashed if dist.get_rank() == 0 else entries_of_ranks[0]
+            _require_seen(self._temporary, looked_for, self._group)
 
             def publish_all() -> None:
                 is_told = written.storage_data is not None  # PyTorch 2.11 tells places in its file alone
@@ -96,7 +109,7 @@ class PendingCheckpoint:
                 publish(self._target, self._state, self._tokenizer, hashed, tensors)
                 drop_old(self._target.parent, self._keep_last)
 
-            _by_first_rank(publish_all)
+            _by_first_rank(publish_all, self._group)
             return self._target
 
     @contextlib.contextmanager
@@ -112,15 +125,28 @@ class PendingCheckpoint:
             raise write_error(self._target, told) from error
 
 
-def verify_by_first_rank(path: Path) -> None:
-    """Read all of a checkpoint in rank 0 while the others wait for it, longer than for anything else.
+@contextlib.contextmanager
+def verified(checkpoint: Checkpoint, job: Job) -> Iterator[None]:
+    """The block reads the tensors of ``checkpoint``, whose files the processes of ``job`` share out to compare them
+    meanwhile; for the last one all wait longer than for anything else.
 
     Raises:
-        CheckpointError: in every process, where it is damaged.
+        CheckpointError: in every process, where one finds a damaged file, or cannot use what it reads.
     """
-    patient = dist.new_group(backend="gloo", timeout=_VERIFIED_WITHIN)
-    _by_first_rank(lambda: open_checkpoint(path), CheckpointError, patient)
+    if job.is_alone:
+        with checkpoint.compared():
+            yield
+        return
+    patient, problem = dist.new_group(backend="gloo", timeout=_VERIFIED_WITHIN), ""
+    try:
+        with checkpoint.compared(slice(job.rank, None, job.world_size)):
+            yield
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [told for told in of_all_ranks(problem, patient) if told]
     dist.destroy_process_group(patient)
+    if problems:  # damage, where a process has found any, is why others cannot use what they read
+        raise CheckpointError(min(problems, key=lambda told: " is damaged: " not in told))
 
 
 def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
@@ -160,7 +186,7 @@ def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
     return None
 
 
-def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
+def _require_seen(folder: Path, entries: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """OSError in every process, where one does not see its ``entries`` of the manifest with their sizes in time."""
 
     def unseen() -> str | None:
@@ -168,21 +194,19 @@ def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
         return next((name for name, entry in entries.items() if sizes.get(name) != entry["bytes"]), None)
 
     missing = None if seen(lambda: unseen() is None, SEEN_WITHIN_SECONDS) else unseen()
-    for rank, name in enumerate(of_all_ranks(missing)):
+    for rank, name in enumerate(of_all_ranks(missing, group)):
         if name is not None:
             raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
 
 
-def _by_first_rank(
-    action: Callable[[], object], kind: type[Exception] = OSError, group: dist.ProcessGroup | None = None
-) -> None:
-    """Run ``action`` in rank 0 while the others wait; an error of ``kind`` in rank 0 is raised in all processes."""
+def _by_first_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """Run ``action`` in rank 0 while the others wait; an OSError in rank 0 is raised in all processes."""
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
-        except kind as error:
+        except OSError as error:
             problem[0] = str(error)
     dist.broadcast_object_list(problem, src=0, group=group)
     if problem[0] is not None:
-        raise kind(problem[0])
+        raise OSError(problem[0])

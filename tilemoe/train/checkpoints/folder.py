@@ -36,7 +36,17 @@ from tilemoe.files import fsync, read_text
 from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes
 from tilemoe.models.hf_base import HFBase
-from tilemoe.models.sums import Entries, canonical, file_entries, manifest_of, read_manifest, require_files
+from tilemoe.models.sums import (
+    Damage,
+    Entries,
+    canonical,
+    compared,
+    file_entries,
+    manifest_of,
+    read_manifest,
+    require_files,
+    require_sizes,
+)
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
     delete_files,
@@ -67,6 +77,7 @@ FORMAT = 1
 _READ = frozenset(  # by their own names
     {METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE}
 )
+_OF_TENSORS = (".safetensors", ".distcp")
 
 
 class CheckpointError(ValueError):
@@ -204,9 +215,9 @@ def state_json(state: TrainState) -> bytes:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: every file has the size and the SHA-256 of the manifest.
+    """A verified checkpoint: every file has the size and the SHA-256 of the manifest; see `open_checkpoint`.
 
-    files: the bytes of each file that the manifest lists; no other file of the folder is read.
+    files: what the manifest says of each file that it lists; no other file of the folder is read.
     tensors: where the manifest says a job's are; older ones' do not.
     """
 
@@ -214,7 +225,7 @@ class Checkpoint:
     state: TrainState
     rng_cpu: str
     rng_cuda: list[str]
-    files: dict[str, int]
+    files: Entries
     tensors: Any
 
     @property
@@ -231,7 +242,19 @@ class Checkpoint:
     def open_tensors(self) -> dict[str, StoredTensor]:
         """Those that a job wrote, checked but not read. ValueError: the checkpoint says of them what cannot be."""
         told = read_pickled(self.path / METADATA_FILE) if self.tensors is None else self.tensors
-        return open_tensors(self.path, self.files, told)
+        return open_tensors(self.path, {name: entry["bytes"] for name, entry in self.files.items()}, told)
+
+    @contextlib.contextmanager
+    def compared(self, share: slice = slice(None)) -> Iterator[None]:
+        """The block reads the tensors, while threads compare their files, or a ``share`` of these, to the manifest:
+        what it has read is good where this ends without an error. CheckpointError: one has changed.
+        """
+        names = sorted(name for name in self.files if name.endswith(_OF_TENSORS))[share]
+        try:
+            with compared(self.path, {name: self.files[name] for name in names}):
+                yield
+        except Damage as damage:
+            raise _damaged(self.path, str(damage)) from None
 
     @contextlib.contextmanager
     def _tensors(self) -> Iterator[dict[str, Any]]:
@@ -323,15 +346,15 @@ def _rng_tensor(text: str) -> torch.Tensor:
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """Verify a checkpoint folder completely and read its state.
 
-    verify: False for the processes of a job, whose first one verifies it when all have looked whether it fits.
+    verify: False where `Checkpoint.compared` looks at the tensors' content while they are read.
 
     Raises:
         CheckpointError: a file is missing, cut short or changed; the message names it.
     """
     try:
         files, tensors = _read_manifest(path)
-        if verify:
-            require_files(path, files)
+        require_sizes(path, files)
+        require_files(path, {name: e for name, e in files.items() if verify or not name.endswith(_OF_TENSORS)})
     except ValueError as damage:
         raise _damaged(path, str(damage)) from None
     unlisted = sorted(name for name in _READ - files.keys() if (path / name).exists())
@@ -357,8 +380,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         raise _damaged(path, f"{TOKENIZER_FILE} is not listed in {MANIFEST_FILE}")
     processes = data.get("processes", 0)  # which releases up to 0.1.0 did not say
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"], processes)
-    sizes = {name: entry["bytes"] for name, entry in files.items()}
-    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], sizes, tensors)
+    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], files, tensors)
 
 
 def _require_state(path: Path, data: Any) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
@@ -45,10 +46,20 @@ def files_of_rank(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"__{rank}_*"))
 
 
+def make_stager() -> AsyncStager:
+    """What copies tensors to host memory, page-locked beside a GPU, and keeps that for the next copy as long as they
+    live: of 604 MB on a CPU the first takes .39 s, the others .10, into new memory each .29.
+    """
+    on_gpu = torch.cuda.is_initialized()
+    return DefaultStager(
+        StagingOptions(on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu)
+    )
+
+
 def begin_write_training(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, stager: AsyncStager
 ) -> Future[Any]:
-    """Write from a copy in host memory, in a thread, over a gloo ``group`` that nobody else uses.
+    """Write from the copy of ``stager``, in a thread, over a gloo ``group`` that nobody else uses meanwhile.
 
     All processes of the job call it; ``folder``, which all see, exists and is empty. Gives torch's ``Metadata``.
     """
@@ -58,7 +69,7 @@ def begin_write_training(
     tensors[f"{_RNG_CPU}{_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
         tensors[f"{_RNG_CUDA}{_rank()}"] = torch.cuda.get_rng_state()
-    started = async_save(tensors, checkpoint_id=str(folder), process_group=group)
+    started = async_save(tensors, checkpoint_id=str(folder), process_group=group, async_stager=stager)
     return started if isinstance(started, Future) else started.upload_completion
 
 

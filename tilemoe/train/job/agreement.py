@@ -45,10 +45,10 @@ def _first_difference(store: Store, job: Job) -> str:
     return ""
 
 
-def of_all_ranks(value: Any) -> list[Any]:
-    """All-gather of a small picklable ``value``: a list by rank. All processes must call it."""
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """All-gather of a small picklable ``value``: a list by rank. All processes must call it; ``group``: of them all."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
