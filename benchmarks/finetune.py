@@ -249,8 +249,7 @@ def sft(folder: Path, args: argparse.Namespace) -> Row:
         peft_config=adapters,
         callbacks=[clock],
     )
-    trained = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
-    problem = None
+    trained, problem = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad), None
     try:
         trainer.train()
     except torch.OutOfMemoryError as error:
@@ -375,8 +374,8 @@ def first(folder: Path, args: argparse.Namespace) -> Row:
         gradients = {name: each.grad.float() for name, each in model.named_parameters() if each.grad is not None}
         found.append((float(loss.detach()), gradients))
     packed, dense, theirs = found
-    row = {"losses": [loss for loss, _ in found], "loss_difference": abs(packed[0] - dense[0])}
-    return {**row, "gradients_apart": _apart(packed[1], dense[1]), "noise": _apart(theirs[1], dense[1])}
+    apart = {"gradients_apart": _apart(packed[1], dense[1]), "noise": _apart(theirs[1], dense[1])}
+    return {"losses": [loss for loss, _ in found], "loss_difference": abs(packed[0] - dense[0]), **apart}
 
 
 def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -423,8 +422,7 @@ def measure(args: argparse.Namespace) -> None:
     settings = {name: getattr(args, name) for name in ("case", "experts", "implementation", "linear", "attention")}
     settings |= {name: getattr(args, name) for name in ("tokens", "length", "seed", "card_gib")}
     found = {"sft": sft, "train": train, "quality": train, "first": first}[args.what](args.folder, args)
-    names = ("transformers", "peft", "trl", "bitsandbytes", "torchao")
-    versions = {name: record.version(name) for name in names}
+    versions = {name: record.version(name) for name in ("transformers", "peft", "trl", "bitsandbytes", "torchao")}
     row = {"mode": args.what, **settings, "layers": layers, **found, **versions}
     print({name: value for name, value in row.items() if name != "losses"}, flush=True)
     print("losses", row["losses"][:3], "...", row["losses"][-3:], flush=True)
