@@ -284,8 +284,7 @@ def speed(ends: list[float], tokens: int) -> Row:
     seconds = [after - before for before, after in pairwise(ends)][WARM_STEPS:]
     if not seconds:
         return {}
-    middle = statistics.median(seconds)
-    return {"step_seconds": round(middle, 4), "tokens_per_second": round(tokens / middle)}
+    return {"step_seconds": round(middle := statistics.median(seconds), 4), "tokens_per_second": round(tokens / middle)}
 
 
 # -------------------------------------------------------------------------------------------------------- tilemoe train
@@ -420,7 +419,7 @@ def measure(args: argparse.Namespace) -> None:
     """Appends a row; SystemExit where the run had no memory left."""
     layers = json.loads((args.folder / "config.json").read_text())["num_hidden_layers"]
     settings = {name: getattr(args, name) for name in ("case", "experts", "implementation", "linear", "attention")}
-    settings |= {name: getattr(args, name) for name in ("tokens", "length", "seed", "card_gib")}
+    settings |= {name: getattr(args, name) for name in ("tokens", "length", "seed", "card_gib", "more")}
     found = {"sft": sft, "train": train, "quality": train, "first": first}[args.what](args.folder, args)
     versions = {name: record.version(name) for name in ("transformers", "peft", "trl", "bitsandbytes", "torchao")}
     row = {"mode": args.what, **settings, "layers": layers, **found, **versions}
