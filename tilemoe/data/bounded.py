@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,9 @@ _PROGRAM = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runp
 
 
 class Renderer:
-    """A chat template. ImportError: Jinja or transformers is not installed; ValueError: it is too long."""
+    """A chat template. ValueError: it is too long."""
 
     def __init__(self, source: str) -> None:
-        for name in ("jinja2", "transformers"):
-            if find_spec(name) is None:
-                raise ImportError(f"no module named {name!r}")
         if len(source) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST:,} characters")
         self._source = source

@@ -20,19 +20,17 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.data.bounded import Renderer
 from tilemoe.data.chat_template import PLAIN, ChatTemplate
 from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
 from tilemoe.data.corpus import clean_text
 from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.data.windows import END, FIRST, ID, Tokens
-
-if TYPE_CHECKING:
-    from tilemoe.data.bounded import Renderer
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -152,8 +150,6 @@ class ChatEncoder:
 
     @cached_property
     def _renderer(self) -> Renderer:
-        from tilemoe.data.bounded import Renderer  # here, because Jinja and transformers may not be installed
-
         return Renderer(self._theirs.chat_template)
 
     def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
@@ -193,8 +189,6 @@ def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
 def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
     try:
         from transformers import PreTrainedTokenizerFast
-
-        import tilemoe.data.bounded  # noqa: F401 (which needs Jinja, too)
     except ImportError as error:
         raise ValueError(
             f"tokenizer {tokenizer.name!r}: applying its chat template needs transformers; pip install 'tilemoe[hf]'"
