@@ -167,6 +167,10 @@ def of_integers(tensors: Tensors) -> None:
     tensors[FIRST] = tensors[FIRST].int()
 
 
+def of_nan(tensors: Tensors) -> None:
+    tensors[FIRST].view(-1)[0] = torch.nan
+
+
 def unchanged(tensors: Tensors) -> None:
     """They are PEFT's own."""
 
@@ -193,6 +197,7 @@ WRONG: list[tuple[Settings, Callable[[Tensors], None], str]] = [
     ({}, with_another, "lm_head.lora_A.weight is of no adapter that adapter_config.json and the model have"),
     ({}, narrower, rf"{FIRST} must be \(18, 32\) for the model, got \(18, 31\)"),
     ({}, of_integers, f"{FIRST} must be of a floating dtype, got torch.int32"),
+    ({}, of_nan, f"{FIRST} is not finite"),
 ]  # fmt: skip
 
 

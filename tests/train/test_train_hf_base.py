@@ -211,7 +211,7 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
         refused(again, message)
     (moved / "config.json").write_text(json.dumps(settings))
     (moved / "model.safetensors").write_bytes((moved / "model.safetensors").read_bytes()[:-1])
-    refused(again, f"{moved}: it cannot be loaded")
+    refused(again, f"{moved}/model.safetensors cannot be read")
 
 
 def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe, tmp_path: Path) -> None:

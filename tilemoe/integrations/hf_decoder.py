@@ -5,7 +5,6 @@ B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Collection
@@ -15,24 +14,21 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tilemoe.checks import shown
 from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.hf_folder import DENSE, class_of, config_of, loaded, options_of, planned, readable
 from tilemoe.integrations.peft import lora_ranks, require_peft
-from tilemoe.integrations.quantized_weight import FrozenWeight, check_quantizable, weight_names
-from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
+from tilemoe.integrations.quantized_weight import check_quantizable, weight_names
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.lora import ATTENTION, EXPERTS
 from tilemoe.models.decoder import LMOutput
-from tilemoe.models.folder import CONFIG_FILE, read_settings
 from tilemoe.models.generate import continued, sample
 from tilemoe.models.hf_base import HFBase
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.runtime.random import uniform_
 
-DENSE, _FLEX = "dense", "flex_attention"
+_FLEX = "flex_attention"
 _MIXER = re.compile(r"attn|attention|mamba|mixer|conv")  # in the name of what mixes tokens in a layer
 _LINEAR = ("Linear", "Linear4bit")  # not what a class makes of them, whose forward is another
 # What PEFT takes for parts of stacked weights, wherever they are; what chooses keys has no gradient.
@@ -166,7 +162,7 @@ class HFDecoder(nn.Module):
             )
         dequantize_experts(self.peft)
         merged = self.peft.merge_and_unload()
-        merged.to(_config(self.config).dtype).save_pretrained(folder)
+        merged.to(config_of(self.config).dtype).save_pretrained(folder)
 
     def set_checkpointing(self, mode: str) -> None:
         """As `DecoderLM`'s, but for "attention"."""
@@ -225,12 +221,12 @@ def load_decoder(
     ValueError: transformers or PEFT is missing, the class, its loss, experts, widths or storage are none that are
     served, or a weight is missing or of another shape; one line.
     """
-    options = _options(base, storage, linear)
+    options = options_of(base, storage, linear)
     if home.type == "meta":
         return _adapted(_unread(base, storage, dtype), base, rank, attention_rank or rank, alpha, modules)
     if home.type != "cpu":
         options["device_map"] = {"": str(home)}
-    model = _loaded(base, dtype, options)
+    model = loaded(base, dtype, options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # by which bitsandbytes' layers only evaluate from then on
             module.support_avx512bf16_for_cpu = False
@@ -238,12 +234,13 @@ def load_decoder(
     for name, parameter in decoder.named_parameters():
         if ".lora_A." in name:
             uniform_(parameter, parameter.shape[-1] ** -0.5, generator)
-    decoder.fuses_head = _head_is_a_product(decoder)
-    for way in () if mixes_documents(base) else ("positions", "masks"):
-        decoder.documents_by = way
-        if _keeps_documents_apart(decoder):
-            break
-        decoder.documents_by = "rows"
+    with readable(base, "it cannot be computed"):
+        decoder.fuses_head = _head_is_a_product(decoder)
+        for way in () if mixes_documents(base) else ("positions", "masks"):
+            decoder.documents_by = way
+            if _keeps_documents_apart(decoder):
+                break
+            decoder.documents_by = "rows"
     if device.type == "cuda" and not model._supports_sdpa and model._supports_flex_attn:
         model.set_attn_implementation(_FLEX)  # what the class has else takes S^2 numbers of each head
     return decoder
@@ -251,14 +248,13 @@ def load_decoder(
 
 def _unread(base: HFBase, storage: str, dtype: torch.dtype) -> Any:
     """transformers' model on the meta device, if it can be loaded so. ValueError: see `load_decoder`."""
-    config = _config(base)
+    config = config_of(base)
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             f"{base.folder}: config.json: output_router_logits is true, which adds an auxiliary loss that is not added "
             "here; set it to false"
         )
-    with torch.device("meta"):
-        model = _class_of(base, config)._from_config(config, dtype=dtype)
+    model = planned(base, config, dtype)
     integration.use(model)
     if storage != DENSE:
         for _, module in integration.experts_modules(model):
@@ -266,38 +262,13 @@ def _unread(base: HFBase, storage: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """transformers' model with the folder's weights, every one of which is finite. ValueError: see `load_decoder`."""
-    kind = _class_of(base, _config(base))
-    integration.register()
-    try:
-        model, found = kind.from_pretrained(
-            base.folder,
-            dtype=dtype,
-            experts_implementation=integration.NAME,
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
-            **options,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{base.folder}: it cannot be loaded ({' '.join(str(error).split())[:300]})") from error
-    wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"], *found["unexpected_keys"]]))
-    if wrong:
-        raise ValueError(
-            f"{base.folder}: the weights and {kind.__name__} differ in {wrong[0]}; save or download it again"
-        )
-    _require_finite(model, base)
-    return model
-
-
 def mixes_documents(base: HFBase) -> bool:
     """Whether the class has layers that carry a state past the end of a document, as it says itself, or that choose
     keys (DeepSeek's sparse attention), among which are other documents'.
     """
-    config = _config(base)
-    text, is_stateful = config.get_text_config(), getattr(_class_of(base, config), "_is_stateful", False)
-    kinds = getattr(text, "layer_types", None) or ()
+    config = config_of(base)
+    text, is_stateful = config.get_text_config(), getattr(class_of(base, config), "_is_stateful", False)
+    kinds = map(str, getattr(text, "layer_types", None) or ())
     is_recurrent = is_stateful or any("attention" not in each or "linear" in each for each in kinds)
     return is_recurrent or getattr(text, "index_topk", None) is not None
 
@@ -345,63 +316,6 @@ def _weights(model: nn.Module) -> list[str]:
         for weight in weight_names(module)
     }
     return sorted(found)
-
-
-def _config(base: HFBase) -> Any:
-    require_peft()
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(base.folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{base.folder}: transformers does not know it ({' '.join(str(error).split())[:300]})"
-        ) from error
-
-
-def _class_of(base: HFBase, config: Any) -> Any:
-    """transformers' class of a causal language model. ValueError: there is none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{base.folder}: transformers has no causal language model of {base.model_type!r}")
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-def _options(base: HFBase, storage: str, linear: str) -> dict[str, Any]:
-    """Of `from_pretrained`. ValueError: the folder's weights are stored otherwise."""
-    require_peft()
-    from transformers import BitsAndBytesConfig, Mxfp4Config
-
-    from tilemoe.integrations.quantized import TilemoeConfig, register_quantizer
-
-    register_quantizer()
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    beside = None if linear == DENSE else BitsAndBytesConfig(**four, bnb_4bit_compute_dtype=torch.bfloat16)
-    stored = read_settings(Path(base.folder) / CONFIG_FILE).get("quantization_config")
-    if stored is None:
-        return {} if storage == DENSE else {"quantization_config": TilemoeConfig(storage, beside)}
-    method = stored.get("quant_method") if isinstance(stored, dict) else stored
-    kind = stored["experts"] if method == integration.NAME else method
-    if kind == storage and method == kind:
-        return {"quantization_config": TilemoeConfig(storage, beside)}
-    if kind == storage and (stored["linear"] is None) == (beside is None):
-        return {}
-    if method == Mxfp4Weight.name and storage == DENSE:
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
-    raise ValueError(
-        f"{base.folder}: config.json: quantization_config is of {shown(kind)}, which lora.storage {storage!r} with "
-        f"lora.linear {linear!r} does not read; give the model in bf16, or, of a format of --lora.storage, that"
-    )
-
-
-@torch.no_grad()
-def _require_finite(model: nn.Module, base: HFBase) -> None:
-    """ValueError: a weight, or a scale of one in 4 bit, has a NaN or an infinity."""
-    for name, parameter in model.named_parameters():
-        for tensor in parameter.tensors() if isinstance(parameter, FrozenWeight) else [parameter]:
-            if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor, math.inf).isfinite():
-                raise ValueError(f"{base.folder}: {name} is not finite; save or download the model again")
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilemoe.checks import require_finite, require_path, require_text, require_type, shown
+from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, adapted_modules, add_lora
 from tilemoe.layers.lora_linear import LoRALinear
 from tilemoe.models.decoder import DecoderLM
@@ -298,8 +299,10 @@ def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name]:
             raise ValueError(f"{path}: {name} must be {tuple(shapes[name])} for the model, got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
+        if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{path}: {name} must be of a floating dtype, got {tensor.dtype}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} is not finite; take adapters from before it was")
     return tensors
 
 

@@ -186,7 +186,7 @@ def load_hf(
 def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype | None) -> DecoderLM:
     """`load_hf` of a folder, without its warnings and unchecked."""
     config = read_config(path)
-    with _opened(path) as file_of, torch.no_grad():
+    with opened(path) as file_of, torch.no_grad():
         _require_shapes(config, file_of)
         model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
         parameters = model.state_dict()
@@ -197,7 +197,7 @@ def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype
 
 def require_weights(folder: Path, config: ModelConfig) -> None:
     """ValueError, as `_matched`, by the files' headers alone: before memory of the sizes that config.json claims."""
-    with _opened(folder) as file_of:
+    with opened(folder) as file_of:
         _require_shapes(config, file_of)
 
 
@@ -216,7 +216,7 @@ def whole_parameters(
         ValueError: as `_matched`, or a file is missing or damaged.
     """
     name, whole = "", torch.empty(0)
-    with _opened(folder) as file_of:
+    with opened(folder) as file_of:
         _require_shapes(config, file_of)
         shapes = _meta_state(config)
         for piece, tensor in _matched(config, file_of, lambda name: _tensor(file_of, name, device)):
@@ -229,13 +229,14 @@ def whole_parameters(
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+def opened(folder: Path, dtypes: Collection[str] | None = _FLOATS) -> Iterator[dict[str, Any]]:
     """Tensor name -> the open safetensors file that holds it, for every tensor of the folder's model.
 
     The index says which file; without an index it is model.safetensors, or any of the shards.
 
     Raises:
-        ValueError: a file or a tensor is missing, damaged, or in two files; the message names it.
+        ValueError: a file or a tensor is missing, damaged, in two files, or of none of ``dtypes``; the message names
+            it.
     """
     has_index = (folder / INDEX_FILE).exists()
     listed = _read_index(folder / INDEX_FILE) if has_index else {}
@@ -260,7 +261,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
             for name in sorted(names & file_of.keys()):
                 raise ValueError(f"{file} has {name}, which another file has, too; keep the model's own files alone")
             for name in sorted(names):
-                if (dtype := handle.get_slice(name).get_dtype()) not in _FLOATS:
+                if dtypes is not None and (dtype := handle.get_slice(name).get_dtype()) not in dtypes:
                     raise ValueError(f"{file} has {name} in {dtype}, which are no floats to compute with; {IN_BF16}")
             file_of |= dict.fromkeys(names, handle)
         try:

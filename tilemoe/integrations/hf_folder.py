@@ -1,0 +1,190 @@
+"""A model of transformers' own class from a folder that anybody may have written.
+
+transformers is given settings and tensors, and opens no file: of a folder it would also take adapters, pickles and
+files elsewhere, and an attention by the name of a program on the hub.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tilemoe.checks import shown
+from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.peft import require_peft
+from tilemoe.integrations.quantized_weight import FrozenWeight
+from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
+from tilemoe.models.folder import CONFIG_FILE, read_settings
+from tilemoe.models.hf_base import HFBase
+from tilemoe.models.huggingface import opened
+
+DENSE = "dense"
+_GENERATION_FILE = "generation_config.json"
+_MOST = 1000  # layers, or entries of a list in config.json
+_CALLS_PER_TENSOR, _MORE_CALLS = 20, 1000  # of torch's functions, to make the model: 5 for each were found
+_VALUES_PER_BYTE, _MORE_VALUES = 2, 1 << 28  # of weights in 4 bit, and of buffers that no file has
+_NO_SETTINGS = (
+    "attn_implementation",
+    "experts_implementation",
+    "transformers_weights",
+    "fusion_config",
+    "distributed_config",
+)
+
+
+@contextmanager
+def readable(base: HFBase, what: str = "it cannot be loaded") -> Iterator[None]:
+    """Whatever transformers raises at what the folder says is a ValueError of one line, but a lack of memory."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # settings of any type and size reach its classes
+        told = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{base.folder}: {what} ({told})") from error
+
+
+def config_of(base: HFBase) -> Any:
+    """transformers' settings. ValueError: it does not know the class, or settings are none of a model."""
+    require_peft()
+    from transformers import CONFIG_MAPPING
+
+    settings = read_settings(Path(base.folder) / CONFIG_FILE)
+    with readable(base, "transformers does not know it"):
+        if settings["model_type"] != base.model_type:
+            raise ValueError(f"config.json: model_type is {shown(settings['model_type'])}, not {base.model_type!r}")
+        _check(settings)
+        return CONFIG_MAPPING[base.model_type].from_dict(settings)
+
+
+def _check(settings: Mapping[str, Any], inside: str = "") -> None:
+    """ValueError: a setting is none of a model's, or counts more than any model has."""
+    for name, value in settings.items():
+        if name.lstrip("_") in _NO_SETTINGS or (inside and name == "quantization_config"):
+            raise ValueError(f"config.json: {inside}{name} is no setting of a model; remove it")
+        count = len(value) if isinstance(value, list) else value if "layer" in name and isinstance(value, int) else 0
+        if count > _MOST:
+            raise ValueError(f"config.json: {inside}{name} counts {count:,}, more than {_MOST:,}; correct it")
+        if isinstance(value, dict):
+            _check(value, f"{inside}{name}.")
+
+
+def class_of(base: HFBase, config: Any) -> Any:
+    """transformers' class of a causal language model. ValueError: there is none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{base.folder}: transformers has no causal language model of {base.model_type!r}")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+class _Counted(TorchFunctionMode):
+    """ValueError once torch is called more often than ``most`` times."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._left = most
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("config.json: the model has many more weights than the files")
+        return func(*args, **(kwargs or {}))
+
+
+def planned(base: HFBase, config: Any, dtype: torch.dtype) -> Any:
+    """The model on the meta device. ValueError: the files cannot hold it, so that no memory is taken for it."""
+    kind, folder = class_of(base, config), Path(base.folder)
+    most = _MORE_CALLS + _CALLS_PER_TENSOR * len(_slices(folder))
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with readable(base), torch.device("meta"), _Counted(most):
+        model = kind._from_config(config, dtype=dtype)
+    values = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if values > _VALUES_PER_BYTE * size + _MORE_VALUES:
+        raise ValueError(f"{folder}: config.json claims {values:,} values, and the files have {size:,} bytes")
+    return model
+
+
+def _slices(folder: Path) -> dict[str, Any]:
+    """Of each tensor by its name; they keep the files open. ValueError: as `opened`."""
+    with opened(folder, dtypes=None) as file_of:
+        return {name: file.get_slice(name) for name, file in file_of.items()}
+
+
+def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """The model with the folder's weights, every one of which is finite. ValueError: one is missing or of another
+    shape, or as `planned`.
+    """
+    folder, config = Path(base.folder), config_of(base)
+    planned(base, config, dtype)
+    kind = class_of(base, config)
+    integration.register()
+    if (folder / _GENERATION_FILE).exists():
+        from transformers import GenerationConfig
+
+        settings = read_settings(folder / _GENERATION_FILE)
+        with readable(base, f"{_GENERATION_FILE} is none"):
+            options = options | {"generation_config": GenerationConfig.from_dict(settings)}
+    slices = _slices(folder)
+    with readable(base):
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=slices,
+            dtype=dtype,
+            experts_implementation=integration.NAME,
+            output_loading_info=True,
+            **options,
+        )
+    model.config.name_or_path = model.name_or_path = base.folder
+    wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"], *found["unexpected_keys"]]))
+    if wrong:
+        raise ValueError(
+            f"{base.folder}: the weights and {kind.__name__} differ in {wrong[0]}; save or download it again"
+        )
+    _require_finite(model, base)
+    return model
+
+
+def options_of(base: HFBase, storage: str, linear: str) -> dict[str, Any]:
+    """Of `from_pretrained`. ValueError: the folder's weights are stored otherwise."""
+    require_peft()
+    from transformers import BitsAndBytesConfig, Mxfp4Config
+
+    from tilemoe.integrations.quantized import TilemoeConfig, register_quantizer
+
+    register_quantizer()
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    beside = None if linear == DENSE else BitsAndBytesConfig(**four, bnb_4bit_compute_dtype=torch.bfloat16)
+    stored = read_settings(Path(base.folder) / CONFIG_FILE).get("quantization_config")
+    if stored is None:
+        return {} if storage == DENSE else {"quantization_config": TilemoeConfig(storage, beside)}
+    settings = stored if isinstance(stored, dict) else {"quant_method": stored}
+    method = settings.get("quant_method")
+    kind = settings.get("experts") if method == integration.NAME else method
+    if kind == storage and method == kind:
+        return {"quantization_config": TilemoeConfig(storage, beside)}
+    if kind == storage and (settings.get("linear") is None) == (beside is None):
+        return {}
+    if method == Mxfp4Weight.name and storage == DENSE:
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    raise ValueError(
+        f"{base.folder}: config.json: quantization_config is of {shown(kind)}, which lora.storage {storage!r} with "
+        f"lora.linear {linear!r} does not read; give the model in bf16, or, of a format of --lora.storage, that"
+    )
+
+
+@torch.no_grad()
+def _require_finite(model: nn.Module, base: HFBase) -> None:
+    """ValueError: a weight, or a scale of one in 4 bit, has a NaN or an infinity."""
+    for name, parameter in model.named_parameters():
+        for tensor in parameter.tensors() if isinstance(parameter, FrozenWeight) else [parameter]:
+            if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor, math.inf).isfinite():
+                raise ValueError(f"{base.folder}: {name} is not finite; save or download the model again")
