@@ -105,3 +105,25 @@ def test_a_pickle_changes_nothing(tmp_path: Path, sharded: Path, place: str) -> 
         assert not Path(MARKER).exists(), variant
         assert read_pickled(sharded / ".metadata") == told, variant
     assert open_checkpoint(sharded).open_tensors().keys() == told.keys()
+
+
+def shared_parts(tensors: int, parts: int) -> bytes:
+    """A file in which so many ``tensors`` have the same list of ``parts``, which it holds once."""
+    size = name_of("torch", "Size") + b"(K\x02t\x85R"
+    part = named(CLASSES["ChunkStorageMetadata"]) + b")\x81}(" + text("offsets") + size + text("sizes") + size + b"ub"
+    chunks = b"](" + part + b"\x94" + b"h\x00" * (parts - 1) + b"e"
+    kind = b"(" + text("x") + name_of("torch", "float32") + b"\x85t"
+    fields = text("properties") + kind + text("size") + size + text("chunks") + chunks
+    tensor = named(CLASSES["TensorStorageMetadata"]) + b")\x81}(" + fields + b"ub\x94"
+    again = b"".join(text(f"{number:x}") + b"h\x01" for number in range(tensors - 1))
+    stored = text("storage_data") + b"}" + text("storage_meta") + named(CLASSES["StorageMeta"]) + b")\x81}b"
+    metadata = text("state_dict_metadata") + b"}(" + text("first") + tensor + again + b"u" + stored
+    return b"\x80\x04" + named(CLASSES["Metadata"]) + b")\x81}(" + metadata + b"ub."
+
+
+def test_what_is_written_once_is_not_read_many_times(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(shared_parts(2000, 2000))
+    start = time.process_time()
+    with raises_one_line("it has more parts of tensors than places"):
+        read_pickled(tmp_path / ".metadata")
+    assert time.process_time() - start < 2

@@ -13,6 +13,7 @@ from typing import Any
 from tilemoe.files import read_bytes
 
 _MOST_VALUES = 1 << 12  # at once on the stack, which gets 1,000 pairs at a time
+_MOST_FIELDS = 16  # of an object, and sides of a tensor: what is named once may stand in many places
 _PLAIN = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
 _TAKEN = {  # how many values an opcode takes; 0: those since the last mark
     "TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0,
@@ -87,10 +88,14 @@ def _tensors(value: Any) -> dict[str, Any]:
     _fields(metadata["storage_meta"], "StorageMeta")
     told: dict[str, Any] = {}
     chunk_at: dict[Any, dict[str, Any]] = {}
+    left = len(metadata["storage_data"]) // 2  # places, of which each chunk has one
     for name, tensor in _pairs(metadata["state_dict_metadata"]):
         entry = _fields(tensor, "TensorStorageMetadata")
         dtype = entry["properties"][1][0].removeprefix("torch.")
         told[name] = {"dtype": dtype, "shape": _sizes(entry["size"]), "chunks": []}
+        left -= len(entry["chunks"])
+        if left < 0:
+            raise ValueError("it has more parts of tensors than places")
         for chunk in entry["chunks"]:
             sides = {side: _sizes(sizes) for side, sizes in _fields(chunk, "ChunkStorageMetadata").items()}
             told[name]["chunks"].append(sides)
@@ -109,12 +114,14 @@ def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
 def _fields(value: Any, name: str) -> dict[str, Any]:
     if not value[0].endswith(f".{name}"):
         raise ValueError(f"it has {value[0]} in the place of a {name}")
-    fields = dict(_pairs(value[1]))
-    if not all(type(key) is str for key in fields):
+    fields = dict(_pairs(value[1][: 2 * _MOST_FIELDS]))
+    if len(value[1]) > 2 * _MOST_FIELDS or not all(type(key) is str for key in fields):
         raise ValueError(f"a {name} has what is none of its fields")
     return fields
 
 
 def _sizes(value: Any) -> list[Any]:
     _, [sizes] = value
+    if len(sizes) > _MOST_FIELDS:
+        raise ValueError("a tensor has more sides than any")
     return sizes
