@@ -204,7 +204,6 @@ def test_no_command_unpickles(
     ("of", "change", "message"),
     [
         ("tensor", {"dtype": "object"}, "not told of as a manifest does"),
-        ("tensor", {"dtype": "int32"}, None),  # what bytes of the file mean is not for us to know
         ("tensor", {"shape": [17]}, "are not all of it, each once"),
         ("tensor", {"shape": [4, 4]}, "is not within it"),
         ("tensor", {"shape": [16.0]}, "not told of"),
@@ -230,19 +229,46 @@ def test_no_command_unpickles(
     ],
 )
 def test_what_a_manifest_says_of_tensors_is_checked(
-    sharded: Path, told: dict[str, Any], of: str, change: dict[str, Any], message: str | None
+    sharded: Path, told: dict[str, Any], of: str, change: dict[str, Any], message: str
 ) -> None:
     tensor = told["model.norm.weight"]
     (tensor if of == "tensor" else tensor["chunks"][0]).update(change)
     sign(sharded, told)
-    if message is None:
-        restore(sharded, "cpu")
-        return
     with raises_one_line(f"cannot be used: .*{message}", CheckpointError):
         restore(sharded, "cpu")
     [finding] = verify(sharded)
     assert not finding.is_right
     assert re.search(message, finding.line)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_weights_are_floats(checkpoint: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["norm.weight"] = tensors["norm.weight"].double()  # another float is as it was
+    save_file(tensors, checkpoint / "model.safetensors")
+    sign(checkpoint)
+    restore(checkpoint, "cpu")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"].to(dtype)}, checkpoint / "model.safetensors")
+    sign(checkpoint)
+    with raises_one_line(f"norm.weight in {dtype}, in place of torch.float32", CheckpointError):
+        restore(checkpoint, "cpu")
+
+
+def test_a_jobs_weights_are_floats(sharded: Path, told: dict[str, Any]) -> None:
+    told["model.norm.weight"]["dtype"] = "int32"
+    sign(sharded, told)
+    with raises_one_line(r"norm.weight in torch.int32, in place of torch.float32", CheckpointError):
+        restore(sharded, "cpu")
+
+
+@pytest.mark.parametrize("name", ["step", "tokens", "seconds", "processes"])
+def test_counts_of_the_state_are_counts(checkpoint: Path, name: str) -> None:
+    state = json.loads((checkpoint / "state.json").read_bytes())
+    for value in (True, -1, "3", None, float("nan"), float("inf")):
+        (checkpoint / "state.json").write_bytes(canonical(state | {name: value}))
+        sign(checkpoint)
+        with raises_one_line(f"is damaged: state.json has no {name} of type", CheckpointError):
+            open_checkpoint(checkpoint)
 
 
 def test_a_chunk_twice_or_in_the_place_of_another_is_refused(sharded: Path, told: dict[str, Any]) -> None:

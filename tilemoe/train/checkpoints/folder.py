@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -385,13 +386,17 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 def _require_state(path: Path, data: Any) -> None:
     """CheckpointError where state.json, which anybody can have written, lacks an entry or has one of another type."""
-    types = {"format": int, "recipe": dict, "step": int, "tokens": int, "data_fingerprint": str, "rng_cpu": str}
-    types |= {"rng_cuda": list, **({"processes": int} if isinstance(data, dict) and "processes" in data else {})}
+    types = {"format": int, "recipe": dict, "step": int, "tokens": int, "seconds": float, "data_fingerprint": str}
+    types |= {"rng_cpu": str, "rng_cuda": list, "processes": int}
+    found = {"processes": 0, **data} if isinstance(data, dict) else {}
     for name, kind in types.items():
-        if not isinstance(data, dict) or not isinstance(data.get(name), kind):
+        value: Any = found.get(name)
+        if kind in (int, float):
+            is_right = type(value) in (int, kind) and 0 <= value < math.inf
+        else:
+            is_right = isinstance(value, kind)
+        if not is_right:
             raise _damaged(path, f"{STATE_FILE} has no {name} of type {kind.__name__}")
-    if not isinstance(data.get("seconds"), (int, float)) or data["step"] < 0:
-        raise _damaged(path, f"{STATE_FILE} has no such step or seconds")
 
 
 def _read_manifest(path: Path) -> tuple[Entries, Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,7 @@ def read_whole(held: Mapping[str, Any], name: str) -> Tensor:
     """The weight ``name``. ValueError: it is missing."""
     if _MODEL + name not in held:
         raise ValueError(f"the checkpoint and the model differ in {name}; use the settings it was trained with")
-    whole: Tensor = held[_MODEL + name][()]
-    return whole
+    return _part(held, _MODEL + name, torch.float32)
 
 
 def read_training(held: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -182,9 +182,17 @@ def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
         if shape != tuple(target.shape):
             raise ValueError(f"the checkpoint has {name} of shape {shape}, the model of {tuple(target.shape)}")
         if isinstance(target, DTensor):
-            copy_part(target, held[name].__getitem__)
+            copy_part(target, partial(_part, held, name, target.dtype))
         else:
-            target.copy_(held[name][()])
+            target.copy_(_part(held, name, target.dtype))
+
+
+def _part(held: Mapping[str, Any], name: str, dtype: torch.dtype, box: tuple[slice, ...] = ()) -> Tensor:
+    """A box of a tensor, or all, of ``dtype`` or, where that is a float, of any float. ValueError: it is of none."""
+    part: Tensor = held[name][box]
+    if part.dtype != dtype and not (part.is_floating_point() and dtype.is_floating_point):
+        raise ValueError(f"the checkpoint has {name} in {part.dtype}, in place of {dtype}")
+    return part
 
 
 def copy_part(target: DTensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
