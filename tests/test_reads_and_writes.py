@@ -1,4 +1,6 @@
-"""Walks the package: no pickle is read, no text run as code, no template applied unbounded, no link written through."""
+"""Walks the package: no pickle is read, no text run as code, no template applied unbounded, no link written through,
+and no file opened that may be a pipe, or read whole whatever its size.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,17 @@ IN_NEW_FOLDERS = {
     "models/sums.py": {"write_sums"},
     "train/checkpoints/distributed.py": {"_problem", "require_shared"},
     "train/checkpoints/folder.py": {"publish", "save_checkpoint"},
+}
+# Functions that read a file of the package or of the system, or one that a reader of their own has looked at.
+BY_NAME = {
+    "bench/record.py": {"_cpu_model", "rows"},
+    "bench/report.py": {"_html"},
+    "cli/doctor_checks.py": {"recorded_speeds"},
+    "data/bounded.py": {"_serve"},
+    "data/text_files.py": {"_open_binary"},
+    "files.py": {"digest_of_sources", "open_regular"},
+    "train/config.py": {"load_recipe"},
+    "train/progress.py": {"_age"},
 }
 # Whoever runs it says where its figures and records go.
 ASKED_FOR = ("bench/", "plots.py")
@@ -92,6 +105,20 @@ def renderers(tree: ast.AST) -> list[str]:
     return found
 
 
+def openers(tree: ast.AST) -> list[tuple[str, str]]:
+    """The functions of a module that read a file by its name alone, and how: it may be a pipe, or endless."""
+    found = []
+    for node, function in nodes(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            modes = {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+            is_method = isinstance(node.func, ast.Attribute)
+            is_open = name == "open" and (modes & {"r", "rb", "rt"} or (is_method and not modes and not node.args))
+            if is_open or (is_method and name in ("read_text", "read_bytes")):
+                found.append((function, name))
+    return found
+
+
 def writers(tree: ast.AST) -> list[tuple[str, str]]:
     """The functions of a module that open for writing, make or fill a file wherever its name leads, and how."""
     found = []
@@ -115,6 +142,7 @@ def test_every_module_keeps_the_rules() -> None:
         tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
         assert readers(tree) == [], f"{module} reads a pickle, or runs text"
         assert bool(renderers(tree)) == (module == BOUNDED), f"{module} applies a template without bounds"
+        assert {function for function, _ in openers(tree)} == BY_NAME.get(module, set()), f"{module} opens by a name"
         if not module.startswith(ASKED_FOR):
             found = {function for function, _ in writers(tree)}
             assert found == IN_NEW_FOLDERS.get(module, set()), f"{module} writes in place, and may follow a link"
@@ -129,6 +157,9 @@ def test_the_walk_sees_them() -> None:
     )
     for line in ("from jinja2 import Template", "tokenizer.apply_chat_template(m)"):
         assert renderers(ast.parse(line)), line
+    for line in ("open(p, 'rb')", "p.open('rb')", "p.open()", "p.read_text()", "(a / b).read_bytes()"):
+        assert openers(ast.parse(f"def f():\n  {line}"))[0][0] == "f", line
+    assert not openers(ast.parse("open(p, 'wb')\nread_text(p)\nopen(p, 'r+b', opener=o)"))
     for line in ("open(p, 'w')", "p.open('ab')", "(a / b).open(mode='r+')", "p.write_text(t)", "save_file(t, p)"):
         assert writers(ast.parse(f"def f():\n  {line}"))[0][0] == "f", line
     assert not writers(ast.parse("open(p, 'w', opener=never_a_link)\np.open('rb')\nopen(p)"))

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from tilemoe.checks import expand_user, require_int
 from tilemoe.config import from_dict
+from tilemoe.files import read_text
 from tilemoe.shape import MoEShape
 
 _SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
@@ -64,7 +65,7 @@ def find(names: str) -> dict[str, MoEShape]:
 
 def _read(path: Path) -> dict[str, MoEShape]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a file of cases") from error
     if not isinstance(data, dict) or not data:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemoe.data.corpus import Split
-from tilemoe.files import read_text, sha256_file
+from tilemoe.files import open_regular, read_text, sha256_file
 
 FORMAT = "tilemoe-token-shards"
 VERSION = 1
@@ -205,6 +205,6 @@ def _open_shard(path: Path, dtype: np.dtype[Any], num_tokens: int) -> BinaryIO:
                 f"token shard {path}: {size} bytes instead of {num_tokens * dtype.itemsize}, it was truncated or "
                 f"changed; {_AGAIN}"
             )
-        return path.open("rb")
+        return open_regular(path)
     except OSError as error:
         raise ValueError(f"token shard {path}: cannot be read ({error.strerror}); {_AGAIN}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
+from tilemoe.files import open_regular
 from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_base import HFBase
@@ -80,7 +81,7 @@ def _is_own(path: Path) -> bool:
         return bool(own_files(path)) or _is_own(path / STATE_FILE)  # the manifest may be damaged
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return re.match(_BEGINNINGS[path.name], file.read(_HEAD_BYTES), re.DOTALL) is not None
 
 

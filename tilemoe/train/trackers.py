@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tilemoe.config import to_dict
-from tilemoe.files import never_a_link
+from tilemoe.files import never_a_link, read_text
 from tilemoe.train.config import Recipe
 
 TENSORBOARD_DIR, WANDB_DIR = "tensorboard", "wandb"
@@ -66,7 +66,7 @@ class WandB:
                 name=run_dir.name,
                 dir=str(run_dir),
                 config=to_dict(recipe),
-                id=id_file.read_text() if id_file.exists() else None,
+                id=read_text(id_file) if id_file.exists() else None,
                 resume="allow",
             )
         except wandb.Error as error:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilemoe.files import never_a_link, rename_synced
+from tilemoe.files import never_a_link, open_regular, rename_synced
 from tilemoe.train.checkpoints.names import list_checkpoints
 
 MARK_FILE = ".tilemoe"
@@ -111,8 +111,10 @@ def is_ours(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     mark = path / MARK_FILE
-    is_marked = mark.is_file() and not mark.is_symlink() and _MARK.startswith(mark.read_bytes())
-    return is_marked or not any(path.iterdir())
+    if not mark.is_file() or mark.is_symlink():
+        return not any(path.iterdir())
+    with open_regular(mark) as file:
+        return _MARK.startswith(file.read(len(_MARK) + 1))
 
 
 def _remove(folder: Path) -> None:

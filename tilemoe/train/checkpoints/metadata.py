@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from tilemoe.files import open_regular
+
 METADATA_FILE = ".metadata"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -90,7 +92,7 @@ class StoredTensor:
         """ValueError: there is no such tensor in that place."""
         where, rank = f"{chunk.file} at byte {chunk.offset}", len(chunk.sizes)
         tensor = torch.empty(math.prod(chunk.sizes), dtype=self.dtype)
-        with (self.folder / chunk.file).open("rb") as file:
+        with open_regular(self.folder / chunk.file) as file:
             file.seek(chunk.offset)
             head = file.read(min(chunk.length, _MOST_AROUND))
             named = head.find(_STORAGE)
