@@ -69,7 +69,8 @@ def _check(settings: Mapping[str, Any], inside: str = "") -> None:
     for name, value in settings.items():
         if name.lstrip("_") in _NO_SETTINGS or (inside and name == "quantization_config"):
             raise ValueError(f"config.json: {inside}{name} is no setting of a model; remove it")
-        count = len(value) if isinstance(value, list) else value if "layer" in name and isinstance(value, int) else 0
+        is_count = isinstance(value, int) and name.endswith(("layer", "layers"))
+        count = len(value) if isinstance(value, list) else value if is_count else 0
         if count > _MOST:
             raise ValueError(f"config.json: {inside}{name} counts {count:,}, more than {_MOST:,}; correct it")
         if isinstance(value, dict):

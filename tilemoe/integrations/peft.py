@@ -50,6 +50,8 @@ _UNREAD = frozenset({
     "lora_dropout",
 })  # fmt: skip
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other ways to begin change the base, too
+_PATTERN = re.compile(r"(?!(.*\*){3})[\w.*\\^]{1,200}")  # what PEFT takes for a regular expression, and ends soon
+_MOST_PATTERNS = 256
 _INSTALL = "pip install 'tilemoe[lora]'"
 
 
@@ -245,10 +247,13 @@ def _size_of(settings: dict[str, Any], kind: str, model: DecoderLM) -> tuple[Any
     found = []
     for ours, usual, setting in (("rank", "r", "rank_pattern"), ("alpha", "lora_alpha", "alpha_pattern")):
         others = settings[setting] or {}
-        try:
-            sizes = [others.get(get_pattern_key(others, name), settings[usual]) for name in names]
-        except (AttributeError, TypeError, re.error) as error:
-            raise ValueError(f"{setting} is {shown(others)}, which is no table of patterns") from error
+        known = isinstance(others, dict) and len(others) <= _MOST_PATTERNS
+        if not known or not all(map(_PATTERN.fullmatch, others)):
+            raise ValueError(
+                f"{setting} is {shown(others)}, which is no table of patterns: of {_MOST_PATTERNS} names at most, each "
+                "with two '*' at most and no other operator"
+            )
+        sizes = [others.get(get_pattern_key(others, name), settings[usual]) for name in names]
         if sizes.count(sizes[0]) != len(sizes):
             raise ValueError(f"{setting} is {shown(others)}, which gives {kind} several; here all of them have one")
         require_finite(ours, sizes[0], positive=True)

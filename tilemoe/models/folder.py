@@ -65,9 +65,15 @@ def read_config(folder: Path) -> ModelConfig:
 def read_settings(path: Path, folder: str = "a folder with a model in it") -> Any:
     """The contents of a config.json; ValueError, which asks for ``folder``, if it cannot be read."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_text(path), object_hook=_float_or_dict)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give {folder}") from error
+
+
+def _float_or_dict(entry: dict[str, Any]) -> Any:
+    """transformers writes a float that JSON lacks as ``{"__float__": "Infinity"}``."""
+    is_float = entry.keys() == {"__float__"} and entry["__float__"] in ("NaN", "Infinity", "-Infinity")
+    return float(entry["__float__"]) if is_float else entry
 
 
 def require_bytes(config: ModelConfig, size: int, where: str) -> None:
