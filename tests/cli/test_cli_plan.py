@@ -308,13 +308,13 @@ def test_nonsense_is_one_sentence(arguments: tuple[str | int, ...], word: str, f
 
 
 def test_the_page_shows_what_the_command_prints(run: Run) -> None:
-    """Every block of docs/planner.md that begins with the command."""
+    """Every block of docs/planner.md that begins with the command; a line of points stands for lines left out."""
     blocks = re.findall(r"```console\n\$ tilemoe plan ([^\n]*)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
     assert len(blocks) >= 2
     for arguments, shown in blocks:
         status, out, _ = run("plan", *arguments.split())
         assert status == 0
-        assert shown == out
+        assert re.fullmatch(re.escape(shown).replace(re.escape("...\n"), "(?:.*\n)+"), out)
 
 
 def test_the_peaks_in_fp8_are_what_was_recorded(run: Run) -> None:

@@ -1,7 +1,7 @@
 """The time that a kernel takes, from its FLOPs, its bytes and constants fitted to recorded times.
 
 A GEMM runs here at the board's power limit, where time is energy: so much for a FLOP, so much for a byte
-(docs/lab/power.md). So
+(docs/lab/power.md at 36a9631). So
 
     t = launch + max(F / f + B / b, roofline)
 

@@ -195,7 +195,7 @@ def producer_commit(ring, step):
     """Commit ``step``'s cp.async group, and arrive at ``full`` of the stage filled LAG steps before, now complete.
 
     cp.async completes per thread, not on an mbarrier: hence wait_group, a proxy fence for wgmma, and the lag, which
-    keeps LAG groups in flight. Fencing in the consumers instead was no faster (docs/lab/power.md).
+    keeps LAG groups in flight. Fencing in the consumers instead was no faster (docs/lab/power.md at 36a9631).
     """
     _a_smem, _b_smem, full, _empty = ring
     STAGES: gl.constexpr = full.shape[0]
