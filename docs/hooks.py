@@ -1,7 +1,7 @@
 """For mkdocs: pages link to files of the repository as a code host serves them; the site gets a copy of each.
 
 A relative link that leaves docs/ is turned into one within the site. CONTRIBUTING.md and CHANGELOG.md become pages.
-Blocks of formulas, plain text for whoever reads the file, are typeset.
+Fenced blocks of formulas, plain text in the files, are typeset.
 """
 
 from __future__ import annotations

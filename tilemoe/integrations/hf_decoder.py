@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilemoe.integrations import transformers as integration
-from tilemoe.integrations.hf_folder import DENSE, class_of, config_of, loaded, options_of, planned, readable
+from tilemoe.integrations.hf_folder import DENSE, class_of, config_of, loaded, options_of, planned, readable, slices_of
 from tilemoe.integrations.peft import lora_ranks, require_peft
 from tilemoe.integrations.quantized_weight import check_quantizable, weight_names
 from tilemoe.kernels.lm.documents import Documents
@@ -254,7 +254,7 @@ def _unread(base: HFBase, storage: str, dtype: torch.dtype) -> Any:
             f"{base.folder}: config.json: output_router_logits is true, which adds an auxiliary loss that is not added "
             "here; set it to false"
         )
-    model = planned(base, config, dtype)
+    model = planned(base, config, dtype, len(slices_of(base)))
     integration.use(model)
     if storage != DENSE:
         for _, module in integration.experts_modules(model):

@@ -6,7 +6,6 @@ files elsewhere, and an attention by the name of a program on the hub.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.models.folder import CONFIG_FILE, read_settings
 from tilemoe.models.hf_base import HFBase
 from tilemoe.models.huggingface import opened
+from tilemoe.runtime.tensors import is_finite
 
 DENSE = "dense"
 _GENERATION_FILE = "generation_config.json"
@@ -100,10 +100,10 @@ class _Counted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def planned(base: HFBase, config: Any, dtype: torch.dtype) -> Any:
+def planned(base: HFBase, config: Any, dtype: torch.dtype, num_tensors: int) -> Any:
     """The model on the meta device. ValueError: the files cannot hold it, so that no memory is taken for it."""
     kind, folder = class_of(base, config), Path(base.folder)
-    most = _MORE_CALLS + _CALLS_PER_TENSOR * len(_slices(folder))
+    most = _MORE_CALLS + _CALLS_PER_TENSOR * num_tensors
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     with readable(base), torch.device("meta"), _Counted(most):
         model = kind._from_config(config, dtype=dtype)
@@ -113,9 +113,9 @@ def planned(base: HFBase, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _slices(folder: Path) -> dict[str, Any]:
+def slices_of(base: HFBase) -> dict[str, Any]:
     """Of each tensor by its name; they keep the files open. ValueError: as `opened`."""
-    with opened(folder, dtypes=None) as file_of:
+    with opened(Path(base.folder), dtypes=None) as file_of:
         return {name: file.get_slice(name) for name, file in file_of.items()}
 
 
@@ -124,8 +124,8 @@ def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     shape, or as `planned`.
     """
     folder, config = Path(base.folder), config_of(base)
-    planned(base, config, dtype)
-    kind = class_of(base, config)
+    kind, slices = class_of(base, config), slices_of(base)
+    planned(base, config, dtype, len(slices))
     integration.register()
     if (folder / _GENERATION_FILE).exists():
         from transformers import GenerationConfig
@@ -133,7 +133,6 @@ def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
         settings = read_settings(folder / _GENERATION_FILE)
         with readable(base, f"{_GENERATION_FILE} is none"):
             options = options | {"generation_config": GenerationConfig.from_dict(settings)}
-    slices = _slices(folder)
     with readable(base):
         model, found = kind.from_pretrained(
             None,
@@ -187,5 +186,5 @@ def _require_finite(model: nn.Module, base: HFBase) -> None:
     """ValueError: a weight, or a scale of one in 4 bit, has a NaN or an infinity."""
     for name, parameter in model.named_parameters():
         for tensor in parameter.tensors() if isinstance(parameter, FrozenWeight) else [parameter]:
-            if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor, math.inf).isfinite():
+            if tensor.is_floating_point() and not is_finite(tensor):
                 raise ValueError(f"{base.folder}: {name} is not finite; save or download the model again")

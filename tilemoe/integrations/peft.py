@@ -31,6 +31,7 @@ from tilemoe.models.folder import read_settings
 from tilemoe.models.hf_config import hf_config_dict
 from tilemoe.models.huggingface import Piece, pieces
 from tilemoe.models.sums import checked
+from tilemoe.runtime.tensors import is_finite
 
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every name in PEFT's file
@@ -306,7 +307,7 @@ def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
             raise ValueError(f"{path}: {name} must be {tuple(shapes[name])} for the model, got {tuple(tensor.shape)}")
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{path}: {name} must be of a floating dtype, got {tensor.dtype}")
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise ValueError(f"{path}: {name} is not finite; take adapters from before it was")
     return tensors
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from tilemoe.runtime.tensors import largest_magnitude
 from tilemoe.train.optim import optimizer_tensors
 
 
@@ -27,18 +28,12 @@ def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point() and local.numel():
             names.append(name)
-            largest.append(_largest(local))
+            largest.append(largest_magnitude(local))
     if not largest:
         return None
     device = largest[0].device
     is_finite = torch.stack([value.to(device, torch.float64) for value in largest]).isfinite().tolist()
     return next((name for name, is_good in zip(names, is_finite, strict=True) if not is_good), None)
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value, a NaN where there is one. A core reads 6 GB/s so, 1 GB/s for the infinity norm."""
-    least, most = tensor.aminmax()
-    return torch.maximum(-least, most)
 
 
 @contextlib.contextmanager
@@ -65,6 +60,6 @@ def worst_gradient(model: nn.Module) -> str:
     """The name of the last parameter, which the backward comes to first, whose gradient is not finite; or of the one
     with the largest.
     """
-    largest = {name: float(_largest(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+    largest = {name: float(largest_magnitude(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, value in largest.items() if not math.isfinite(value)]
     return bad[-1] if bad else max(largest, key=lambda name: largest[name])

@@ -47,7 +47,7 @@ class PendingCheckpoint:
     """A checkpoint that threads write and publish while training goes on, from tensors that were copied when it was
     made. Training waits for the copy alone: a core hashes 1.2 GB/s.
 
-    All processes make it, one at a time, and finish it; what is cut short has no name, and whoever saves next drops it.
+    All processes make it, one at a time, and finish it. An interrupted one has no name; the next save drops it.
 
     Args:
         group: of gloo and of all processes, made for this alone, as ``torch.distributed.new_group(backend="gloo")``.

@@ -60,7 +60,7 @@ def make_stager() -> AsyncStager:
 def begin_write_training(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, stager: AsyncStager
 ) -> Future[Any]:
-    """Write from the copy of ``stager``, in a thread, over a gloo ``group`` that nobody else uses meanwhile.
+    """Write from ``stager``'s copy in host memory, in a thread, over a gloo ``group`` that nobody else uses meanwhile.
 
     All processes of the job call it; ``folder``, which all see, exists and is empty. Gives torch's ``Metadata``.
     """
