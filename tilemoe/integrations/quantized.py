@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -35,7 +35,7 @@ from tilemoe.integrations.quantized_weight import (
     saved_names,
     weight_names,
 )
-from tilemoe.integrations.transformers import NAME, experts_modules, is_experts_module, use
+from tilemoe.integrations.transformers import NAME, experts_modules, hf_models, is_experts_module, use
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.kernels.experts.table import STORAGES
 
@@ -336,7 +336,7 @@ def _quantize_linear(model: nn.Module, quantizer: Bnb4BitHfQuantizer) -> None:
 
 def _mark_quantized(model: nn.Module, storage: str) -> None:
     """Make the models of transformers in ``model`` ones that this quantizer loaded: they save and train as such."""
-    for owner in _outermost(model):
+    for owner in hf_models(model):
         kind = getattr(vars(owner).get("hf_quantizer"), "quantization_config", None)
         quantizer = TilemoeQuantizer(TilemoeConfig(storage, kind if isinstance(kind, BitsAndBytesConfig) else None))
         vars(owner).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=NAME)
@@ -345,7 +345,7 @@ def _mark_quantized(model: nn.Module, storage: str) -> None:
 
 def _mark_dequantized(model: nn.Module) -> None:
     """Undo `_mark_quantized`: what is left in 4 bit is bitsandbytes' alone, and experts are saved under plain names."""
-    for owner in _outermost(model):
+    for owner in hf_models(model):
         if conversions := getattr(owner, "_weight_conversions", None):  # of loading, which saving would revert
             plain = [each for each in conversions if not any(map(_is_of_4_bit, getattr(each, "operations", ())))]
             owner._weight_conversions = plain
@@ -363,14 +363,3 @@ def _mark_dequantized(model: nn.Module) -> None:
 
 def _is_of_4_bit(operation: ConversionOps) -> bool:
     return isinstance(operation, (_Join, Mxfp4Dequantize))
-
-
-def _outermost(model: nn.Module) -> list[PreTrainedModel]:
-    """The models of transformers in ``model`` that are no part of another."""
-    found: list[PreTrainedModel] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    return found

@@ -103,7 +103,7 @@ def use(model: nn.Module) -> int:
             f"{type(model).__name__} has no experts whose implementation transformers lets one choose (a dense model, "
             "quantised experts, or a class without that interface in this release); it works as it is, without tilemoe"
         )
-    owners = _owners(model)
+    owners = hf_models(model)
     owned = {module for owner in owners for module in owner.modules()}
     for module in modules.values():
         _stored_weights(module)
@@ -114,7 +114,7 @@ def use(model: nn.Module) -> int:
                 f"load it with experts_implementation={NAME!r}"
             )
     for owner in owners:
-        owner.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
+        owner.set_experts_implementation(NAME)
     for module in modules.values():
         config: Any = module.config
         if config._experts_implementation != NAME:  # a copy of experts has one of its own, which the model cannot reach
@@ -329,15 +329,15 @@ def outermost(name: str) -> str:
     return re.sub(rf"({_WRAPPED})+$", "", name)
 
 
-def _owners(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules whose experts transformers lets one choose: ``model``, or those that it wraps."""
-    owners: list[nn.Module] = []
+def hf_models(model: nn.Module) -> list[Any]:
+    """transformers' models in ``model`` that are no part of another: ``model``, or those that it wraps."""
+    found: list[Any] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module not in inside and hasattr(module, "set_experts_implementation"):
-            owners.append(module)
+        if module not in inside and hasattr(type(module), "set_experts_implementation"):
+            found.append(module)
             inside.update(module.modules())
-    return owners
+    return found
 
 
 def _tables() -> list[Any]:
