@@ -49,49 +49,36 @@ def preset_named(argument: str, name: str) -> str:
     return found[0]
 
 
-def _layer(
-    model: str, d: int, n: int, experts: int, top_k: int, *, shared: int = 0, shared_gate: bool = False
-) -> MoEConfig:
-    """A swiglu layer; ``shared`` is the width of the shared expert."""
-    return MoEConfig(
-        hidden_size=d,
-        intermediate_size=n,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        shared_intermediate_size=shared,
-        shared_gate=shared_gate,
-        router=RouterConfig.preset(model),
-    )
+def _layer(model: str, d: int, n: int, experts: int, top_k: int, **settings: Any) -> MoEConfig:
+    return MoEConfig(d, n, experts, top_k, router=RouterConfig.preset(model), **settings)
 
 
-def _gpt_oss(model: str, experts: int) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_experts=experts,
-        num_experts_per_tok=4,
-        activation="swiglu_oai",
-        activation_limit=7.0,
-        activation_alpha=1.702,
-        gate_up="interleaved",
-        expert_bias=True,
-        router=RouterConfig.preset(model),
-    )
+_GPT_OSS: Mapping[str, Any] = MappingProxyType(
+    {
+        "activation": "swiglu_oai",
+        "activation_limit": 7.0,
+        "activation_alpha": 1.702,
+        "gate_up": "interleaved",
+        "expert_bias": True,
+    }
+)
 
-
+# Widths of the model and of an expert, experts, experts per token.
 MOE_PRESETS: Mapping[str, MoEConfig] = MappingProxyType(
     {
         "mixtral-8x7b": _layer("mixtral-8x7b", 4096, 14336, 8, 2),
         "olmoe-1b-7b": _layer("olmoe-1b-7b", 2048, 1024, 64, 8),
         "qwen3-30b-a3b": _layer("qwen3-30b-a3b", 2048, 768, 128, 8),
         "qwen3-235b-a22b": _layer("qwen3-235b-a22b", 4096, 1536, 128, 8),
-        "qwen3-next-80b-a3b": _layer("qwen3-next-80b-a3b", 2048, 512, 512, 10, shared=512, shared_gate=True),
-        "deepseek-v3": _layer("deepseek-v3", 7168, 2048, 256, 8, shared=2048),
-        "kimi-k2": _layer("kimi-k2", 7168, 2048, 384, 8, shared=2048),
-        "glm-4.5": _layer("glm-4.5", 5120, 1536, 160, 8, shared=1536),
-        "glm-4.5-air": _layer("glm-4.5-air", 4096, 1408, 128, 8, shared=1408),
-        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", 32),
-        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", 128),
+        "qwen3-next-80b-a3b": _layer(
+            "qwen3-next-80b-a3b", 2048, 512, 512, 10, shared_intermediate_size=512, shared_gate=True
+        ),
+        "deepseek-v3": _layer("deepseek-v3", 7168, 2048, 256, 8, shared_intermediate_size=2048),
+        "kimi-k2": _layer("kimi-k2", 7168, 2048, 384, 8, shared_intermediate_size=2048),
+        "glm-4.5": _layer("glm-4.5", 5120, 1536, 160, 8, shared_intermediate_size=1536),
+        "glm-4.5-air": _layer("glm-4.5-air", 4096, 1408, 128, 8, shared_intermediate_size=1408),
+        "gpt-oss-20b": _layer("gpt-oss-20b", 2880, 2880, 32, 4, **_GPT_OSS),
+        "gpt-oss-120b": _layer("gpt-oss-120b", 2880, 2880, 128, 4, **_GPT_OSS),
         "granite-3-1b-a400m": _layer("granite-3-1b-a400m", 1024, 512, 32, 8),
         "granite-3-3b-a800m": _layer("granite-3-3b-a800m", 1536, 512, 40, 8),
     }
