@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.models import huggingface
 from tilemoe.testing import assert_close_to_reference, relative_error
 from tilemoe.train.metrics import METRICS_FILE, RUN_FIELDS, read_metrics
@@ -85,6 +88,13 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def watch_kernels(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], around: Callable[..., Any]) -> None:
+    """The torch backend's kernels of these names are run by ``around(name, kernel, *arguments)``."""
+    for name in names:
+        watched = partial(around, name, getattr(TorchBackend(), name))
+        monkeypatch.setitem(vars(backend_named("torch")), name, watched)
 
 
 def run_python(code: str, *arguments: object) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import watch_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilemoe
 from tilemoe import reference
-from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import assert_equal, hostile_routings, make_inputs, relative_error
@@ -40,15 +40,11 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The gradients that a backend has added to a sum."""
     names: list[str] = []
 
-    def watch(name: str, original: Callable[..., Tensor]) -> None:
-        def watched(backend: TorchBackend, *args: Any) -> Tensor:
-            names.extend([name] * (len(args) == 5 and args[-1] is not None))
-            return original(backend, *args)
+    def around(name: str, kernel: Callable[..., Tensor], *args: Any) -> Tensor:
+        names.extend([name] * (len(args) == 5 and args[-1] is not None))
+        return kernel(*args)
 
-        monkeypatch.setattr(TorchBackend, name, watched)
-
-    for name in ("down_proj_wgrad", "up_proj_wgrad"):
-        watch(name, getattr(TorchBackend, name))
+    watch_kernels(monkeypatch, ("down_proj_wgrad", "up_proj_wgrad"), around)
     return names
 
 

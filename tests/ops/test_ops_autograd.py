@@ -15,6 +15,7 @@ from tilemoe import reference
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
+from tilemoe.testing.inputs import output_grad
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -33,7 +34,7 @@ def test_every_mix_of_inputs_that_require_grad(recompute: str | None) -> None:
 
     inputs = make_inputs(plan, 8, 8, bias=True)
     full = forward_and_grads(moe, inputs, plan)
-    do = torch.randn(full["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
+    do = output_grad(full["o"])
     for size in range(1, len(NAMES) + 1):
         for chosen in combinations(NAMES, size):
             given = {key: tensor.detach().requires_grad_(key in chosen) for key, tensor in inputs.items()}
@@ -142,8 +143,7 @@ def test_scores_are_not_lowered() -> None:
     finer = {**inputs, "scores": inputs["scores"] * (1 + 2**-12)}  # equal in bf16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one, other = moe(plan=plan, **inputs), moe(plan=plan, **finer)
-    do = torch.randn(one.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    grad_one, grad_other = (torch.autograd.grad(o, inputs["w2"], do)[0] for o in (one, other))
+    grad_one, grad_other = (torch.autograd.grad(o, inputs["w2"], output_grad(o))[0] for o in (one, other))
     assert not torch.equal(grad_one, grad_other)
 
 
@@ -176,9 +176,9 @@ def test_a_backward_inside_autocast_is_the_same(dtype: torch.dtype, recompute: s
     """ds and db2 are computed in fp32 products that autocast would lower."""
     plan = PLANS[name]
     for size in ((16, 8), (5, 3)):
-        inputs = {k: t.requires_grad_() for k, t in make_inputs(plan, *size, dtype=dtype, bias=True).items()}
+        inputs = leaves(plan, *size, dtype=dtype, bias=True)
         o = moe(plan=plan, recompute=recompute, **inputs)
-        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        do = output_grad(o)
         outside = torch.autograd.grad(o, list(inputs.values()), do, retain_graph=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = torch.autograd.grad(o, list(inputs.values()), do)

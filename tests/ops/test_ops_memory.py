@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import saved_tensors
+from helpers import saved_tensors, watch_kernels
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
 from tilemoe.ops.out_of_memory import out_of_memory_message
 from tilemoe.plan import RoutingPlan
@@ -105,24 +103,6 @@ def test_recomputing_keeps_no_h(plan: RoutingPlan) -> None:
     assert held_bytes(kept) == 12 * plan.capacity + 4 * (plan.num_experts + 1) + pair_start
 
 
-def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
-    """Call ``before`` with the kernel's name at the start of each kernel of the backward."""
-
-    def wrap(name: str) -> Callable[..., Any]:
-        kernel = getattr(TorchBackend(), name)
-
-        def run(*args: Any) -> Any:
-            before(name)
-            return kernel(*args)
-
-        return run
-
-    backward = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad")
-    backward += ("combine_grad", "down_proj_bias_grad", "up_proj_bias_grad")
-    for name in backward:
-        monkeypatch.setitem(vars(backend_named("torch")), name, wrap(name))
-
-
 def h_of(o: Tensor, plan: RoutingPlan, width: int) -> StorageWeakRef:
     node: Any = o.grad_fn
     (h,) = [t for t in node.saved_tensors if t is not None and t.shape == (plan.capacity, width)]
@@ -138,12 +118,16 @@ def test_h_is_gone_once_b1_has_read_it(dtype: torch.dtype, retain: bool, monkeyp
     o = moe(plan=plan, **inputs)
     ref = h_of(o, plan, 16)
     assert not ref.expired(), "kept for the backward"
-    spy_on(monkeypatch, lambda name: alive.__setitem__(name, not ref.expired()))
+
+    def around(name: str, kernel: Callable[..., Any], *args: Any) -> Any:
+        alive[name] = not ref.expired()
+        return kernel(*args)
+
+    first = ("down_proj_bias_grad", "down_proj_dgrad_dact")
+    later = ("down_proj_wgrad", "up_proj_dgrad", "combine_grad", "up_proj_wgrad", "up_proj_bias_grad")
+    watch_kernels(monkeypatch, (*first, *later), around)
     o.sum().backward(retain_graph=retain)
-    assert alive.pop("down_proj_dgrad_dact")
-    assert alive.pop("down_proj_bias_grad"), "runs first"
-    later = {"down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad", "combine_grad", "up_proj_bias_grad"}
-    assert alive == dict.fromkeys(later, retain)
+    assert alive == dict.fromkeys(first, True) | dict.fromkeys(later, retain)
     if retain:
         o.sum().backward()
         assert alive["down_proj_wgrad"] is False
@@ -170,18 +154,14 @@ def full(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[StorageWeakRef]:
     """The torch kernels on a GPU that is full once ``kernel`` runs; what kernels before it have made is noted."""
     made: list[StorageWeakRef] = []
 
-    def noted(name: str) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            if name == kernel:
-                raise torch.OutOfMemoryError(FOUND)
-            result = getattr(TorchBackend(), name)(*args)
-            made.extend(StorageWeakRef(t.untyped_storage()) for t in _tensors(result))
-            return result
+    def around(name: str, run: Callable[..., Any], *args: Any) -> Any:
+        if name == kernel:
+            raise torch.OutOfMemoryError(FOUND)
+        result = run(*args)
+        made.extend(StorageWeakRef(t.untyped_storage()) for t in _tensors(result))
+        return result
 
-        return run
-
-    for name in STEP_OF_KERNEL:
-        monkeypatch.setitem(vars(backend_named("torch")), name, noted(name))
+    watch_kernels(monkeypatch, STEP_OF_KERNEL, around)
     return made
 
 

@@ -3,20 +3,21 @@
 T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n ungated
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from helpers import watch_kernels
 from torch import Tensor, nn
 
 from tilemoe.kernels.experts.formats.dense import is_column_major
-from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
+from tilemoe.testing.inputs import output_grad
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 D, N = 16, 8
@@ -28,25 +29,6 @@ def leaf_and_view(weight: Tensor, transposed: bool) -> tuple[nn.Parameter, Tenso
     return leaf, leaf.transpose(1, 2) if transposed else leaf
 
 
-def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Addresses of the weight gradients that kernels return, dw2's and then dw1's, filled as they run."""
-    written: list[int] = []
-
-    def spy(name: str) -> Any:
-        kernel = getattr(TorchBackend(), name)
-
-        def run(*args: Any) -> Tensor:
-            grad: Tensor = kernel(*args)
-            written.append(grad.data_ptr())
-            return grad
-
-        return run
-
-    for name in ("down_proj_wgrad", "up_proj_wgrad"):
-        monkeypatch.setitem(vars(backend_named("torch")), name, spy(name))
-    return written
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", ["random", "pairs, repeated", "all sentinels", "no tokens"])
@@ -56,13 +38,20 @@ def test_the_parameter_takes_what_the_kernel_wrote(
     plan = PLANS[name]
     given = make_inputs(plan, D, N, dtype=dtype)
     expected = forward_and_grads(moe, given, plan)
-    do = torch.randn(expected["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    written = written_grads(monkeypatch)
+    written: dict[str, int] = {}
+
+    def around(name: str, kernel: Callable[..., Tensor], *args: Any) -> Tensor:
+        grad = kernel(*args)
+        written[name] = grad.data_ptr()
+        return grad
+
+    watch_kernels(monkeypatch, ("down_proj_wgrad", "up_proj_wgrad"), around)
     (leaf1, w1), (leaf2, w2) = leaf_and_view(given["w1"], transposed), leaf_and_view(given["w2"], transposed)
-    moe(**{**given, "w1": w1, "w2": w2}, plan=plan).backward(do)
-    for leaf, address, key in ((leaf2, written[0], "dw2"), (leaf1, written[1], "dw1")):
+    o = moe(**{**given, "w1": w1, "w2": w2}, plan=plan)
+    o.backward(output_grad(o))
+    for leaf, kernel, key in ((leaf2, "down_proj_wgrad", "dw2"), (leaf1, "up_proj_wgrad", "dw1")):
         assert leaf.grad.is_contiguous(), key
-        assert leaf.grad.data_ptr() == address, f"{key} was copied"
+        assert leaf.grad.data_ptr() == written[kernel], f"{key} was copied"
         grad = leaf.grad.transpose(1, 2) if transposed else leaf.grad
         torch.testing.assert_close(grad, expected[key])
 
