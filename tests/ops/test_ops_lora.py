@@ -11,10 +11,6 @@ from helpers import saved_tensors
 from torch import Tensor
 
 from tilemoe import reference
-from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.ops import experts as library
-from tilemoe.ops import lora
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
@@ -126,24 +122,6 @@ def test_saved_are_x_h_u_the_scores_the_plan_and_what_is_alive_anyway() -> None:
     plan_bytes = sum(t.nbytes for t in index)
     assert held == 2 * rows * (2 * n + r) + plan_bytes
     assert held < 2 * rows * d  # the gathered rows alone
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_opcheck(case: str) -> None:
-    for plan in (plan_of(6, 3, 2), plan_of(0, 3, 2)):
-        arguments, adapters = given(plan, case, torch.float32)
-        spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
-        routed = (plan, spec, backend_named("torch"))
-        tail = library.ROUTED.flatten(routed)
-        dense = (None, None, None, None, "dense dense", SCALE)
-        x, s = arguments["x"], arguments["scores"].detach().reshape(-1).requires_grad_()
-        matrices = (x, arguments["w1"], arguments["w2"], s, *adapters[:4])
-        b1, b2 = arguments.get("b1"), arguments.get("b2")
-        torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, *dense, *tail))
-        detached = tuple(t.detach() for t in matrices)
-        o, h, u = lora._forward(*detached, b1, b2, *dense, *routed)
-        backward = (torch.ones_like(o), *detached, b2, *dense[:-2], h, u, *dense[-2:], *tail)
-        torch.library.opcheck(lora._backward_op.registered, backward)
 
 
 BAD = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from helpers import raises_one_line, saved_tensors
-from test_ops_lora import CASES, ROUTINGS, SCALE, plan_of
+from test_ops_lora import CASES, ROUTINGS, SCALE, gradients, plan_of
 from test_ops_lora import given as given_dense
 from torch import Tensor
 
@@ -50,8 +51,7 @@ def given(plan: RoutingPlan, case: str, dtype: torch.dtype, storage: str = "nf4"
 def run(arguments: dict[str, Any], adapters: Adapters, how: Any = moe_lora) -> list[Tensor]:
     """The output and the gradients of x, the scores and the adapters."""
     o = how(**arguments, adapters=adapters)
-    do = torch.linspace(-1.0, 1.5, o.numel()).view_as(o).to(o.dtype)
-    return [o.detach(), *torch.autograd.grad(o, [arguments["x"], arguments["scores"], *adapters[:4]], do)]
+    return [o.detach(), *gradients(o, arguments, adapters)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,17 +91,21 @@ def test_compiled_whole(storage: str) -> None:
     assert_equal(run(arguments, adapters, compiled), run(arguments, adapters))
 
 
-@pytest.mark.parametrize(("case", "storage"), list(zip(CASES, STORAGES, strict=True)))
-def test_opcheck(case: str, storage: str) -> None:
-    arguments, adapters = given(PLAN, case, torch.float32, storage)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("storage", ["dense", *STORAGES])
+@pytest.mark.parametrize("plan", [PLAN, plan_of(0, 3, 2)], ids=["40 tokens", "none"])
+def test_opcheck(plan: RoutingPlan, storage: str, case: str) -> None:
+    make = partial(given, storage=storage) if storage in STORAGES else partial(given_dense, d=D, n=N)
+    arguments, adapters = make(plan, case, torch.float32)
     spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
-    routed = (PLAN, spec, backend_named("torch"))
+    routed = (plan, spec, backend_named("torch"))
     tail = library.ROUTED.flatten(routed)
-    w1, w2 = arguments["w1"], arguments["w2"]
+    weights = arguments["w1"], arguments["w2"]
+    (data1, *scales1), (data2, *scales2) = map(lora._parts, weights)
     scores = arguments["scores"].detach().reshape(-1).requires_grad_()
-    matrices = (arguments["x"], w1.codes, w2.codes, scores, *adapters[:4])
-    scales, biases = (*lora._parts(w1)[1:], *lora._parts(w2)[1:]), (arguments.get("b1"), arguments.get("b2"))
-    options = (f"{w1.name} {w2.name}", SCALE)
+    matrices = (arguments["x"], data1, data2, scores, *adapters[:4])
+    scales, biases = (*scales1, *scales2), (arguments.get("b1"), arguments.get("b2"))
+    options = (" ".join(map(lora._format, weights)), SCALE)
     torch.library.opcheck(lora._forward.registered, (*matrices, *biases, *scales, *options, *tail))
     detached = tuple(t.detach() for t in matrices)
     o, h, u = lora._forward(*detached, *biases, *scales, *options, *routed)
