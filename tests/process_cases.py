@@ -1,10 +1,11 @@
 """A plugin of pytest: files whose tests run in another process, where each is a case of this session all the same.
 
-Triton reads its switches when it is imported and keeps its driver, so some tests need a process of their own. Such a
-file has ``pytestmark = pytest.mark.process(NAME)``. One process of each name, started when the first of its files is
-collected, serves all of them: a session of pytest that runs what it is told to, so that fixtures, marks and reports are
-pytest's own. Its ``test_x[a]`` is ``test_x[NAME-a]`` here; ``-k``, ``-x`` and ``--lf`` work as ever, and of the marks
-``thorough``. A file that is marked ``gpu`` too is collected in this process as well.
+Triton reads its switches when it is imported and keeps its driver, and a process in which other tests left threads is
+not safely forked, so some tests need a process of their own. Such a file has ``pytestmark =
+pytest.mark.process(NAME)``. One process of each name, started when the first of its files is collected, serves all of
+them: a session of pytest that runs what it is told to, so that fixtures, marks and reports are pytest's own. Its
+``test_x[a]`` is ``test_x[NAME-a]`` here; ``-k``, ``-x`` and ``--lf`` work as ever, and of the marks ``thorough``. A
+file that is marked ``gpu`` too is collected in this process as well.
 
 To debug one, be that process: ``TRITON_INTERPRET=1 TEST_PROCESS=interpreter pytest FILE -k CASE --pdb``.
 """
@@ -27,7 +28,8 @@ from typing import Any
 
 import pytest
 
-ENVIRONMENTS = {"interpreter": {"TRITON_INTERPRET": "1"}, "fake_driver": {}}
+# "forks": of tests that fork. A copy waits for ever for a lock that a thread of another test held in that moment.
+ENVIRONMENTS = {"interpreter": {"TRITON_INTERPRET": "1"}, "fake_driver": {}, "forks": {}}
 PATIENCE_S = 600.0  # that a case, or the collection, may take
 NAME, PIPE = "TEST_PROCESS", "TEST_PROCESS_PIPE"  # environment variables: which process this is; who commands it
 

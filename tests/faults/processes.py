@@ -7,6 +7,7 @@ agent would start interpreters it starts copies, too. All else is torchrun's own
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import io
 import json
@@ -241,6 +242,7 @@ def _do_and_exit(work: Callable[[], object]) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        faulthandler.register(signal.SIGUSR1)
         code = work() or 0
     except SystemExit as exit:
         code = exit.code
@@ -285,8 +287,21 @@ def _until_it_ends(copy: Copy, fault: Fault | None) -> int | None:
             return copy.wait(0.05)
         except subprocess.TimeoutExpired:
             pass
+    _print_stacks(copy.pid)
     os.kill(copy.pid, signal.SIGKILL)
     return None
+
+
+def _print_stacks(process: int) -> None:
+    """To its standard error: where it and each process below it hangs."""
+    for child in _children(process):
+        _print_stacks(child)
+    os.kill(process, signal.SIGUSR1)
+    time.sleep(0.1)  # one after the other
+
+
+def _children(process: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
 
 
 def _orphans() -> Iterator[str]:
@@ -300,9 +315,9 @@ def _orphans() -> Iterator[str]:
         if not found and time.monotonic() > deadline:
             break
         time.sleep(0 if found else 0.01)
-    for child in Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
-        yield Path("/proc", child, "cmdline").read_text()
-        os.kill(int(child), signal.SIGKILL)
+    for child in _children(os.getpid()):
+        yield Path("/proc", str(child), "cmdline").read_text()
+        os.kill(child, signal.SIGKILL)
 
 
 def torchrun(command: Callable[[], object], processes: int, restarts: int) -> int:

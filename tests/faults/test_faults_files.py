@@ -15,7 +15,7 @@ import pytest
 from filesystem import ALL, FAULTS, KILLED, Call, Fault, complaint, in_fork, watched
 from writes import WRITES, Write
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 
 
 class Kind:

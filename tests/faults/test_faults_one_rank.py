@@ -27,7 +27,7 @@ from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.config import Recipe
 from tilemoe.train.loop import Trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 STEP = 3  # in which the numbers are there, after two checkpoints
 
 

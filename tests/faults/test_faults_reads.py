@@ -22,7 +22,7 @@ from filesystem import ALL, complaint
 from mutations import mutations
 from reads import READS, Read
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 MUTATIONS, SELECTED = 300, 3  # of each file
 SECONDS, MORE_MEMORY = 60, 4 << 30  # that a reading may take
 _RUNS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect"})

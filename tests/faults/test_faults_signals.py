@@ -25,7 +25,7 @@ from writes import checkpoint_read
 from tilemoe.cli.main import main
 from tilemoe.train.config import Recipe
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 PROCESSES = (1, 2, 4)
 KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP
 

@@ -23,7 +23,7 @@ from tilemoe.config import to_dict
 from tilemoe.data import Prepared, prepare
 from tilemoe.train.config import Recipe
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 OF_CACHE = (
     "data.tokenizer:_train_bpe", "data.tokenizer:Tokenizer.save", "data.cache:_build", "data.cache:write_index",
     "data.cache:open_splits",

@@ -28,7 +28,7 @@ from tilemoe.train.job.collective import entries_of_hosts
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import settings_of_process
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import torch
 from helpers import losses, raises_one_line
 from peft import PeftModel
 from processes import Ended, run
+from test_train_hf_base import adapted, write_base
 from test_train_initial import write_model
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +31,7 @@ from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import relative_error
 from tilemoe.train import run as runs
 from tilemoe.train.checkpoints import folder as checkpoints
-from tilemoe.train.checkpoints.folder import find_latest
+from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
 from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.restore import restore
@@ -39,7 +40,7 @@ from tilemoe.train.job.processes import ALONE, Job, JobError
 from tilemoe.train.loop import Trainer, seed_process
 from tilemoe.train.run import RunResult, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
 STEPS = 6
 
 
@@ -166,6 +167,25 @@ def test_two_processes_train_adapters_on_4_bit_as_one_does(expert: int, moe_reci
     with torch.no_grad():
         ours, merged = restore(tmp_path / "run", "cpu").model(ids).logits, load_hf(tmp_path / "merged")(ids).logits
     assert relative_error(merged, ours) < 1e-5
+
+
+@pytest.mark.dist
+def test_two_processes_train_a_class_of_transformers_as_one_does(moe_recipe: Recipe, tmp_path: Path) -> None:
+    """And one goes on from their checkpoint."""
+    base = write_base("gpt_oss", tmp_path / "base")
+    recipe = adapted(moe_recipe, base, "nf4", steps=3, eval_every=0, save_every=0, timeout=60)
+    recipe = replace(recipe, parallel=ParallelConfig(checkpointing="block"))
+    one = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "one")))
+    train(one, init_from=base)
+    half = replace(recipe, data=replace(recipe.data, batch_size=recipe.data.batch_size // 2))
+    (path := tmp_path / "recipe.json").write_text(json.dumps(to_dict(half)))
+    trained_by(2, path, "--init-from", base)
+    run_dir = Path(recipe.train.out_dir)
+    assert losses(run_dir) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    known = [open_checkpoint(each / "step_00000003").state.recipe.model for each in (run_dir, tmp_path / "one")]
+    assert known[0] == known[1] != recipe.model, "with the digest of the same files"
+    assert main(["train", "--resume", str(run_dir), "--train.steps", "4", "--data.batch-size", "4"]) == 0
+    assert len(losses(run_dir)) == 4
 
 
 @pytest.mark.thorough

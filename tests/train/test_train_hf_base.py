@@ -12,14 +12,13 @@ import pytest
 import torch
 from helpers import losses, raises_one_line
 from peft import PeftModel
-from processes import run as run_processes
 from test_hf_quantized import wide
 from test_hf_quantized_folders import gpt_oss_folder
 from test_train_lora import losses_of_a_plain_loop
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tilemoe.cli.main import main
-from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.config import ParallelConfig
 from tilemoe.data import PackedDocuments
 from tilemoe.data.tokenizer import ByteTokenizer
 from tilemoe.integrations import hf_decoder
@@ -299,23 +298,3 @@ def test_a_gpu_trains_as_a_cpu_does(moe_recipe: Recipe, tmp_path: Path) -> None:
             replace(recipe, train=replace(recipe.train, device=device, out_dir=str(tmp_path / device))), init_from=base
         )
     assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
-
-
-@pytest.mark.dist
-def test_two_processes_train_as_one_does(moe_recipe: Recipe, tmp_path: Path) -> None:
-    """And one goes on from their checkpoint."""
-    base = write_base("gpt_oss", tmp_path / "base")
-    recipe = adapted(moe_recipe, base, "nf4", steps=3, eval_every=0, save_every=0, timeout=60)
-    recipe = replace(recipe, parallel=ParallelConfig(checkpointing="block"))
-    one = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "one")))
-    train(one, init_from=base)
-    half = replace(recipe, data=replace(recipe.data, batch_size=recipe.data.batch_size // 2))
-    (path := tmp_path / "recipe.json").write_text(json.dumps(to_dict(half)))
-    ended = run_processes(["train", "--recipe", path, "--init-from", base], 2, 0, None, tmp_path)
-    assert (ended.code, ended.left) == (0, []), ended.err
-    run = Path(recipe.train.out_dir)
-    assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    known = [open_checkpoint(each / "step_00000003").state.recipe.model for each in (run, tmp_path / "one")]
-    assert known[0] == known[1] != recipe.model, "with the digest of the same files"
-    assert main(["train", "--resume", str(run), "--train.steps", "4", "--data.batch-size", "4"]) == 0
-    assert len(losses(run)) == 4
