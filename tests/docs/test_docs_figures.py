@@ -1,0 +1,147 @@
+"""The tables that say what was measured, apart from the layer's, are those of the newest rows under results/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("forward", "backward")
+GIB, GB = 2**30, 10**9
+Rows = dict[Any, dict[str, Any]]
+
+
+def rows_of(name: str, **wanted: Any) -> list[dict[str, Any]]:
+    """Those of results/<name>.jsonl that are ``wanted``."""
+    rows = map(json.loads, (ROOT / "results" / f"{name}.jsonl").read_text().splitlines())
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def newest(name: str, *keys: str, **wanted: Any) -> Rows:
+    """The last of `rows_of` with each value of ``keys``."""
+    return {tuple(row.get(key) for key in keys): row for row in rows_of(name, **wanted)}
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """The cells of the page's table whose first line begins with ``first``, but for that line and the rule below it."""
+    lines = iter((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines())
+    assert any(line.startswith(first) for line in lines), first
+    next(lines)
+    cells = []
+    for line in lines:
+        if not line.startswith("|"):
+            return cells
+        cells.append([cell.strip() for cell in line.strip("|").split("|")])
+    return cells
+
+
+def test_token_rounding() -> None:
+    pairs, topk = {}, {}
+    for row in rows_of("token_rounding", mode="sustained"):
+        topk = row if row["contestant"] == "top-K" else topk  # a job times it first
+        if row["contestant"] == "nearest":
+            pairs[row["case"], row["kernels"]] = topk, row
+
+    def of(layer: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """Its padding in %, its rows of top-K and of "nearest"."""
+        name, _, portable = layer.partition(", ")
+        case = "Qwen3-Next-16k" if "Qwen" in name else "-".join(name.split()[:3])
+        topk, nearest = pairs[case, "triton" if portable else "chosen"]
+        assert topk["case"] == case
+        assert "Qwen" in name or name.endswith(f"K{topk['num_experts_per_tok']}")
+        return f"{topk['waste_percent']:.0f}", topk, nearest
+
+    for layer, *told in table("rounding.md", "| layer | padding of top-K"):
+        padding, _, row = of(layer)
+        assert told == [f"{padding}%", f"{row['forward_speedup']:.2f}", f"{row['total_speedup']:.2f}"], layer
+    for layer, *told in table("lab/rounding.md", "| case | padding"):
+        padding, topk, row = of(layer)
+        times = [" + ".join(f"{each[f'{part}_ms']['median']:.3f}" for part in PARTS) for each in (topk, row)]
+        speeds = [f"{row['forward_speedup']:.3f}", f"{row['total_speedup']:.3f}", f"{row['routing_percent']:.1f}%"]
+        assert told == [f"{padding} / {topk['waste_half_tile_percent']:.0f}%", *times, *speeds], layer
+
+
+def test_fp8_other_contestants_and_gpt_oss() -> None:
+    rows = newest("fp8_layer", "case", "contestant", mode="sustained", gpu="NVIDIA H200")
+    rows |= newest("fp8_layer", "case", "contestant", mode="alone", gpu="NVIDIA H200")
+    for layer, *told in table("fp8.md", "| (T, d, n, E, K) | forward"):
+        case = layer.partition(" (")[0].replace("32 of its experts", "32 experts")
+        bf16, row = rows[case, "tilemoe"], rows[case, "tilemoe[hopper_fp8]"]
+        for part, cells in zip(PARTS, (told[:3], told[3:6]), strict=True):
+            times = [f"{each[f'{part}_ms']['median']:.2f}" for each in (bf16, row)]
+            assert cells == [*times, f"{1 / row[f'{part}_ratio']:.2f}x"], layer
+    names = {"ScatterMoE 0.3.0, same rounds": "scattermoe", "PyTorch's grouped_mm": "grouped_mm"}
+    for contestant, *told in table("results.md", "| contestant |"):
+        rows = newest("layer", "case", mode="sustained", contestant=names[contestant])
+        for case, cell in zip(("7B-n256", "7B-n1024", "1.4B-n256", "OLMoE"), told, strict=True):
+            assert not cell or cell == " / ".join(f"{rows[case,][f'{part}_ratio']:.2f}" for part in PARTS), case
+    steps = newest("hf_step", "attention", implementation="tilemoe", gpu="NVIDIA H200", case="gpt-oss-20b")
+    both = [steps[attention,] for attention in ("eager", "flex_attention")]
+    times = " / ".join(f"{1e3 * row['batch'] * row['sequence'] / row['tokens_per_s']:.1f}" for row in both)
+    ratios = [" / ".join(f"{row[name]:.2f}" for row in both) for name in ("ratio", "memory_ratio")]
+    assert table("results.md", "| model (layers) |")[0][1:] == [times, *ratios]
+
+
+def test_few_tokens() -> None:
+    rows = newest("small_tokens", "case", "mode", "tokens")
+    for tokens, *told in table("lab/inference.md", "| tokens | Qwen3"):
+        found = [rows[case, mode, int(tokens)] for case in ("Qwen3-30B-A3B", "OLMoE") for mode in ("graph", "eager")]
+        times = [1e3 * row["ms"]["tilemoe"]["median"] for row in found]
+        digits = [".1f", ".0f"] * 2
+        for at, (row, time, form) in enumerate(zip(found, times, digits, strict=True)):
+            assert told[2 * at] == format(time, form)
+            assert float(told[2 * at + 1]) == pytest.approx(row["ratio"], abs=0.00501), (tokens, row["mode"])
+
+
+def test_a_layer_on_two_cores() -> None:
+    rows = newest("cpu_layer", "what", "routing", "dtype")
+    for what, routing, *told in table("results.md", "| | routing | bf16"):
+        found = [rows[what.partition(" ")[0], routing, dtype] for dtype in ("bfloat16", "float32")]
+        times = [
+            " / ".join(f"{row[f'{each}_ms']['total']:.1f}" for each in ("tilemoe", "transformers")) for row in found
+        ]
+        assert told == [times[0], f"{found[0]['speedup']:.2f}x", times[1], f"{found[1]['speedup']:.2f}x"], what
+
+
+def test_the_tiny_recipe_and_its_twin() -> None:
+    rows = newest("tiny", "recipe", "seed")
+    for recipe, *told in table("results.md", "| recipe | parameters | MFLOP"):
+        found = [rows[recipe.split("`")[1], seed] for seed in range(3)]
+        losses = ", ".join(f"{row['heldout_nats_per_byte']:.3f}" for row in found)
+        sizes = [f"{found[0]['parameters'] / 1e6:.2f} M", f"{found[0]['flops_per_token'] / 1e6:.2f}"]
+        assert [*told[:2], told[2].removesuffix(" (three seeds)")] == [*sizes, losses]
+
+
+def test_optimisers() -> None:
+    rates = (5e-4, 1e-3, 2e-3)
+    rows = newest("optimizers", "optimizer", "steps", "lr", recipe="single-gpu")
+    told = {name: cells for name, *cells in table("results.md", "| optimiser |")}
+    for name, cells in told.items():
+        optimizer, steps = name.split()[0].strip(",").lower(), int(name.split()[1])
+        for rate, cell in zip(rates, cells, strict=True):
+            row = rows.get((optimizer, steps, rate))
+            assert row is None or f"{row['heldout_nats_per_byte']:.3f}" in cell, (name, rate)
+    whole = [f"{row['heldout_nats_per_byte']:.3f}" for row in newest("end_to_end", "commit").values()]
+    assert whole == [told["AdamW, 770 steps"][1], told["Muon, 770 steps"][1], told["Muon, 770 steps"][2].split(";")[0]]
+
+
+def test_fine_tuning() -> None:
+    rows = newest("finetune", "case", "experts", "implementation", "linear", mode="sft", tokens=4096, layers=48)
+    rows |= newest("finetune", "case", "experts", "implementation", "linear", mode="sft", layers=24)
+    case = ""
+    for model, experts, attention, *told in table("fine-tuning.md", "| model | experts | attention"):
+        case, (kind, _, by) = model or case, experts.replace("`", "").partition(", ")
+        row = rows[case, kind, by or "tilemoe", attention == "NF4"]
+        memory, loading = (row["reserved_bytes"] + row["context_bytes"]) / GIB, row["loading"]
+        host, seconds = loading["host_anonymous_bytes"] / GB, loading["seconds"]
+        assert told == [f"{memory:.1f}", f"{host:.1f}", f"{seconds + 1e-9:.0f}", f"{row['tokens_per_second']:,}"], (
+            experts
+        )
+    rows = newest("nf4_adapters", "size", "storage", mode="step")
+    for layer, tokens, *told in table("fine-tuning.md", "| layer | tokens | bf16, ms"):
+        size = layer if tokens == "16384" else f"{layer}, {tokens} tokens"
+        times = [f"{rows[size, storage]['ms']['median']:.2f}" for storage in ("bf16", "nf4")]
+        assert told == [*times, f"{rows[size, 'nf4']['speed']:.2f}x"], size
