@@ -179,7 +179,7 @@ def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Pa
     """
     _remove_abandoned(path)
     while True:
-        temporary = path.with_name(_temporary_name(path.name, secrets.token_hex(8)))
+        temporary = path.with_name(own_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(8)}"))
         make(temporary)
         descriptor = os.open(temporary, os.O_RDONLY)
         _locked(descriptor, waits=True)
@@ -193,16 +193,16 @@ def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Pa
         os.close(descriptor)
 
 
-def _temporary_name(name: str, token: str) -> str:
-    """One that only we give: it ends in a digest of the rest."""
-    start = f"{_TEMPORARY}{name}-{token}"
+def own_name(start: str) -> str:
+    """A name that only we give: it ends in a digest of the rest."""
     return f"{start}-{hashlib.sha256(start.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
 def _remove_abandoned(path: Path) -> None:
     for leftover in path.parent.iterdir():
-        token = leftover.name.removeprefix(f"{_TEMPORARY}{path.name}-").partition("-")[0]
-        if leftover.name != _temporary_name(path.name, token) or leftover.is_symlink():
+        start = leftover.name.rpartition("-")[0]
+        is_own = start.startswith(f"{_TEMPORARY}{path.name}-") and leftover.name == own_name(start)
+        if not is_own or leftover.is_symlink():
             continue
         with contextlib.suppress(OSError):  # BlockingIOError: its writer is alive
             descriptor = os.open(leftover, os.O_RDONLY)

@@ -17,7 +17,7 @@ from tilemoe.data import corpus as corpus_module
 from tilemoe.data import prepare
 from tilemoe.data import shards as shards_module
 from tilemoe.data.shards import ShardWriter, TokenShards, read_index, token_dtype
-from tilemoe.files import _temporary_name
+from tilemoe.files import own_name
 
 
 def joined(texts: list[str]) -> list[int]:
@@ -167,7 +167,7 @@ def test_leftovers_of_killed_processes_are_removed(folder: Path, tmp_path: Path)
     theirs = directory.with_name(f".tmp-{directory.name}-{'0' * 16}")
     theirs.mkdir()
     (theirs / "thesis.tex").write_bytes(b"years of work")
-    leftover = directory.with_name(_temporary_name(directory.name, "1" * 16))
+    leftover = directory.with_name(own_name(f".tmp-{directory.name}-{'1' * 16}"))
     leftover.mkdir()
     (leftover / "train-00000.bin").write_bytes(b"half")
     prepare(str(folder), "bytes", tmp_path)

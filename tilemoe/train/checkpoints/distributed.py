@@ -32,7 +32,7 @@ from tilemoe.train.checkpoints.folder import (
     state_json,
     write_error,
 )
-from tilemoe.train.checkpoints.leftovers import discard, make_marked, make_temporary, temporary_of
+from tilemoe.train.checkpoints.leftovers import clean_stale, discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, describe
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.pickled import read_pickled
@@ -162,7 +162,8 @@ def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
         return
     folder, word = temporary_of(step_dir(run_dir, 0)), [secrets.token_hex(8)]  # a new name: no host remembers it
     if job.is_first:
-        make_marked(folder)
+        clean_stale(run_dir)
+        folder.mkdir(parents=True)
         (folder / word[0]).touch()
     dist.broadcast_object_list(word, src=0)
     problem = None if job.is_first else _problem(folder, word[0], job, min(timeout, SEEN_WITHIN_SECONDS))

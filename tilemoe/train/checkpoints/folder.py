@@ -33,7 +33,7 @@ from torch import nn
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.tokenizer import BYTES, Tokenizer
-from tilemoe.files import fsync, read_text
+from tilemoe.files import fsync, read_text, rename_synced
 from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes
 from tilemoe.models.hf_base import HFBase
@@ -48,15 +48,7 @@ from tilemoe.models.sums import (
     require_files,
     require_sizes,
 )
-from tilemoe.train.checkpoints.leftovers import (
-    MARK_FILE,
-    delete_files,
-    discard,
-    is_ours,
-    make_temporary,
-    publish_folder,
-    temporary_of,
-)
+from tilemoe.train.checkpoints.leftovers import delete_files, discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
 from tilemoe.train.checkpoints.pickled import read_pickled
@@ -137,7 +129,7 @@ def publish(
     (temporary / STATE_FILE).write_bytes(state)
     if tokenizer.name != BYTES:
         tokenizer.save(temporary / TOKENIZER_FILE)
-    unhashed = (path for path in temporary.iterdir() if path.name not in {MARK_FILE, *hashed})
+    unhashed = (path for path in temporary.iterdir() if path.name not in hashed)
     entries = hashed | file_entries(unhashed)
     (temporary / MANIFEST_FILE).write_bytes(manifest_of(entries, tensors))
     mode = (temporary / STATE_FILE).stat().st_mode
@@ -145,7 +137,7 @@ def publish(
         path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
         fsync(path)
     fsync(temporary)
-    publish_folder(temporary, target)
+    rename_synced(temporary, target)
 
 
 def write_error(target: Path, error: BaseException | str) -> CheckpointError:
@@ -178,8 +170,7 @@ def own_files(path: Path) -> list[str]:
 
 def _first_other(path: Path, files: list[str]) -> str | None:
     """What is in a checkpoint's folder beside its ``files``."""
-    known = {*files, MARK_FILE} if is_ours(path) else set(files)
-    others = (e.name for e in os.scandir(path) if e.name not in known or e.is_dir(follow_symlinks=False))
+    others = (e.name for e in os.scandir(path) if e.name not in files or e.is_dir(follow_symlinks=False))
     return min(others, default=None)
 
 
