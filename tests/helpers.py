@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.kernels.experts.registry import backend_named
@@ -88,6 +90,50 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+@contextmanager
+def traced_memory() -> Iterator[Callable[[], int]]:
+    """Gives the most bytes that Python and NumPy have allocated since the block began."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+class Watching(TorchDispatchMode):
+    """Calls ``see(operator, arguments, result)`` for each that runs in the block."""
+
+    def __init__(self, see: Callable[[Any, tuple[Any, ...], Any], object]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._see(func, args, out)
+        return out
+
+
+class LargestTensor(Watching):
+    """``elements``: the most that the memory of any operator's plain result has."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self.elements = 0
+
+    def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        for each in out if isinstance(out, (tuple, list)) else [out]:
+            if type(each) is Tensor:
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.itemsize)
+
+
+def redraw(parameters: Iterable[Tensor], scale: float, seed: int) -> None:
+    """Each anew, of that deviation: adapters as if trained, of which no b is zero any more."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
 
 def watch_kernels(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], around: Callable[..., Any]) -> None:

@@ -22,9 +22,9 @@ D, E, K, T = 16, 8, 2, 20
 class TwoLayers(nn.Module):
     """Logits by an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = E) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(D, 12), nn.Linear(12, E)
+        self.up, self.down = nn.Linear(D, 12), nn.Linear(12, experts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).tanh())
@@ -154,6 +154,15 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 def test_what_does_not_fit_is_refused_in_one_line(router: Any, options: dict[str, Any], message: str) -> None:
     with raises_one_line(message):
         make(router, **options)(torch.randn(T, D))
+
+
+def test_logits_of_ones_own_score_replayed_ids() -> None:
+    x, ids = torch.randn(T, D), torch.rand(T, E).argsort(dim=1)[:, :K]
+    assert torch.equal(make(TwoLayers())(x, expert_ids=ids).expert_ids, ids)
+    routed = make(ExpertChoice())
+    assert routed(x).expert_ids is None
+    with raises_one_line("expert_ids needs a router that gives logits, which score them"):
+        routed(x, expert_ids=ids)
 
 
 def test_a_mask_for_a_router_that_gives_a_routing_is_refused() -> None:

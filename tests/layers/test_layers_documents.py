@@ -40,14 +40,17 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(3, 12, heads, 8, generator=generator, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
 
 
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of one document (S, heads, D)."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
 def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every document by itself."""
     out = torch.empty_like(q)
-    for row, tokens in places():
-        q1, k1, v1 = (x[row, tokens].transpose(0, 1)[None] for x in (q, k, v))
-        out[row, tokens] = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)[0].transpose(
-            0, 1
-        )
+    for at in places():
+        out[at] = causal(q[at], k[at], v[at])
     return out
 
 
@@ -58,8 +61,7 @@ def by_pytorch(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, bounds_k: Tensor
     assert most == (12, 12)
     out = torch.empty_like(q)
     for a, b in zip(bounds[:-1].tolist(), bounds_k[1:].tolist(), strict=True):
-        q1, k1, v1 = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
-        out[a:b] = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        out[a:b] = causal(q[a:b], k[a:b], v[a:b])
     return out
 
 

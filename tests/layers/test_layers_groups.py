@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import raises_one_line, tiny_model
-from ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -98,11 +97,6 @@ def check_a_mesh_is_no_group() -> None:
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
-
-
-@pytest.fixture(scope="module")
-def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_on_ranks(selected(CHECKS), RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.dist

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import redraw
 from torch import Tensor, nn
 
 from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig, accumulate_grads
@@ -23,14 +24,6 @@ def layer(**options: Any) -> MoE:
 
 def tokens() -> Tensor:
     return torch.randn(30, 16, generator=torch.Generator().manual_seed(1))
-
-
-def train(adapters: list[nn.Parameter]) -> None:
-    """As if trained: no b is zero any more."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for adapter in adapters:
-            adapter.copy_(0.3 * torch.randn(adapter.shape, generator=generator))
 
 
 def test_nothing_changes_at_first_and_only_adapters_train() -> None:
@@ -56,7 +49,7 @@ def test_merged_computes_the_same(transposed: bool, gate_up: str) -> None:
         for name in ("w1", "w2"):
             stored = getattr(moe.experts, name).detach().transpose(1, 2).contiguous()
             setattr(moe.experts, name, nn.Parameter(stored.transpose(1, 2)))
-    train(add_lora(moe, rank=4, alpha=8.0))
+    redraw(add_lora(moe, rank=4, alpha=8.0), 0.3, seed=2)
     w1 = moe.experts.w1
     before, layout = w1.detach().clone(), (w1.data_ptr(), w1.stride())
     adapted = moe(x).hidden
@@ -69,7 +62,7 @@ def test_merged_computes_the_same(transposed: bool, gate_up: str) -> None:
 def test_merging_bf16_rounds_once() -> None:
     moe = layer(dtype=torch.bfloat16)
     adapters = add_lora(moe, rank=4, alpha=8.0, dtype=torch.float32)
-    train(adapters)
+    redraw(adapters, 0.3, seed=2)
     before = moe.experts.w1.double()
     up_a, up_b, *_ = (adapter.detach().double() for adapter in adapters)
     merge_lora(moe)
@@ -106,7 +99,7 @@ def test_attention_learns_by_adapters_and_is_itself_after_merging(modules: tuple
     assert adapter_names(model) == {name for name, p in model.named_parameters() if p.requires_grad}
     assert adapter_names(model) | set(names) == {name for name, _ in model.named_parameters()}
     torch.testing.assert_close(model(ids).logits, logits, rtol=1e-6, atol=1e-6)
-    train(adapters)
+    redraw(adapters, 0.3, seed=2)
     adapted = model(ids).logits
     assert relative_error(adapted.detach(), logits.detach()) > 0.1
     model(ids[:, :-1], ids[:, 1:]).loss.backward()

@@ -4,15 +4,14 @@ T tokens · d hidden_size · E experts · K experts per token
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import raises_one_line, saved_tensors
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -75,40 +74,33 @@ def assert_matches(out: MoEOutput, expected: MoEOutput, tolerance: float) -> Non
     torch.testing.assert_close(out.aux_loss.double(), expected.aux_loss.double(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_every_router_matches_the_reference(preset: str, dtype: torch.dtype, tolerance: float) -> None:
-    layer = make(dtype, router=RouterConfig.preset(preset))
-    x = torch.randn(33, 16).to(dtype)
-    out = layer(x)
-    # In bf16 the layer routes by its own logits' rounding: the reference is given those.
-    expected = by_reference(layer, x, scores_of=out.router_logits.detach())
-    assert out.hidden.dtype == dtype
-    assert out.aux_loss.dtype == torch.float32
-    assert_matches(out, expected, tolerance)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shared": {"shared_intermediate_size": 12},
+    "gated": {"shared_intermediate_size": 12, "shared_gate": True},
+    "relu2": {"shared_intermediate_size": 12, "activation": "relu2"},
+    "interleaved": {"shared_intermediate_size": 12, "activation": "geglu", "gate_up": "interleaved"},
+    "clamped": {"activation": "swiglu_oai", "activation_limit": 0.5, "gate_up": "interleaved", "expert_bias": True},
+    "ungated-bias": {"activation": "gelu_tanh", "expert_bias": True},
+    "everything": EVERYTHING,
+    **{f"routed as {name}": {"router": RouterConfig.preset(name)} for name in sorted(ROUTER_PRESETS)},
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shared_intermediate_size": 12},
-        {"shared_intermediate_size": 12, "shared_gate": True},
-        {"shared_intermediate_size": 12, "activation": "relu2"},
-        {"shared_intermediate_size": 12, "activation": "geglu", "gate_up": "interleaved"},
-        {"activation": "swiglu_oai", "activation_limit": 0.5, "gate_up": "interleaved", "expert_bias": True},
-        {"activation": "gelu_tanh", "expert_bias": True},
-        EVERYTHING,
-    ],
-    ids=["shared", "gated", "relu2", "interleaved", "gpt-oss", "ungated-bias", "everything"],
-)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_every_option_matches_the_reference(options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def test_every_option_and_router_match_the_reference(
+    options: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     layer = make(dtype, **options)
     x = torch.randn(2, 3, 5, 16).to(dtype)
     out = layer(x)
     assert out.hidden.shape == x.shape
+    assert out.hidden.dtype == dtype
+    assert out.aux_loss.dtype == torch.float32
     assert out.router_logits.shape == (30, 16)
-    assert_matches(out, by_reference(layer, x.reshape(30, 16), scores_of=out.router_logits.detach()), tolerance)
+    # In bf16 the layer routes by its own logits' rounding: the reference is given those.
+    expected = by_reference(layer, x.reshape(30, 16), scores_of=out.router_logits.detach())
+    assert_matches(out, expected, tolerance)
 
 
 def test_gradients_of_everything() -> None:
@@ -286,24 +278,16 @@ def test_a_layer_under_vmap_or_func_says_what_to_do_instead(rounding: TokenRound
     assert not torch.equal(out.hidden, layer(x[0]).hidden)
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("shape", [(16,), (2, 3, 16)], ids=str)
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 def test_the_output_of_a_layer_given_to_fsdp_may_be_changed_in_place(
-    shape: tuple[int, ...], options: dict[str, Any], mesh: DeviceMesh
+    shape: tuple[int, ...], options: dict[str, Any], one_process: DeviceMesh
 ) -> None:
     """FSDP2 hangs the gather for the backward on the output, and warns of a view, which would lose it."""
     layer, x = make(**options), torch.randn(shape)
     whole = copy.deepcopy(layer)
-    fully_shard(layer, mesh=mesh)
+    fully_shard(layer, mesh=one_process)
     for each in (layer, whole):
         hidden = each(x).hidden
         assert hidden.shape == shape

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_one_line
+from helpers import raises_one_line, redraw
 from nf4_checks import frozen_bytes
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
@@ -27,15 +27,8 @@ def layer(storage: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Mo
     """With trained adapters: no b is zero."""
     moe = MoE(CFG, dtype=dtype)
     moe.reset_parameters(torch.Generator().manual_seed(seed))
-    train(add_lora(moe, 4, 8.0, storage=storage), seed)
+    redraw(add_lora(moe, 4, 8.0, storage=storage), 0.2, seed)
     return moe
-
-
-def train(adapters: list[nn.Parameter], seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for adapter in adapters:
-            adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator))
 
 
 def tokens() -> Tensor:
@@ -94,7 +87,7 @@ def test_a_layer_is_filled_with_gpt_oss_tensors_as_they_are() -> None:
         weight = convert_moe_packed_tensors(blocks[name], scales[name], dtype=torch.float32).transpose(1, 2)
         dense.experts.get_parameter(name).data.copy_(weight)
     moe.load_state_dict(state)
-    train(add_lora(dense, 4, 8.0))
+    redraw(add_lora(dense, 4, 8.0), 0.2, seed=0)
     dense.load_state_dict(
         {k: v for k, v in state.items() if not k.startswith(("experts.w1", "experts.w2"))}, strict=False
     )

@@ -1,15 +1,11 @@
-"""A layer that replays a routing: outputs, shapes, packing and what it refuses.
+"""A layer that replays a routing: outputs and shapes.
 
 T tokens · d hidden_size · E experts · K experts per token
 """
 
-from typing import Any
-
 import torch
-from helpers import raises_one_line
 from torch import Tensor, nn
 
-import tilemoe
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.layers.moe import MoE
 
@@ -55,28 +51,3 @@ def test_ids_are_shaped_like_x_or_flat() -> None:
     assert torch.equal(layer(x.view(2, 12, D), expert_ids=ids.int()).hidden.view(T, D), flat.hidden)
     assert torch.equal(layer(x[0], expert_ids=ids[0]).expert_ids, ids[:1])
     assert layer(x[:0], expert_ids=ids[:0]).hidden.shape == (0, D)
-
-
-class Own(nn.Module):
-    """A router that gives logits, or a whole `Routing`."""
-
-    def __init__(self, gives: str) -> None:
-        super().__init__()
-        self.linear, self.gives = nn.Linear(D, E), gives
-
-    def forward(self, x: Tensor) -> Any:
-        logits = self.linear(x)
-        if self.gives == "logits":
-            return logits
-        scores, ids = logits.softmax(-1).topk(K)
-        plan = tilemoe.plan_topk(ids, E)
-        return tilemoe.Routing(plan, scores, plan.rows_per_expert, scores.new_zeros(()))
-
-
-def test_a_router_of_ones_own_that_gives_logits_is_replayed_and_another_is_refused() -> None:
-    cfg, x, ids = make().cfg, tokens(), any_ids()
-    assert torch.equal(MoE(cfg, router=Own("logits"))(x, expert_ids=ids).expert_ids, ids)
-    routed = MoE(cfg, router=Own("routing"))
-    assert routed(x).expert_ids is None
-    with raises_one_line("expert_ids needs a router that gives logits, which score them"):
-        routed(x, expert_ids=ids)

@@ -23,12 +23,14 @@ def selection_bias_for(cfg: MoEConfig) -> Tensor | None:
     return 0.3 * random(cfg.num_experts, seed=9, dtype=torch.float32) if cfg.router.selection_bias else None
 
 
-def assert_routes_as_the_reference(logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None) -> Routing:
+def assert_routes_as_the_reference(
+    logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None, replayed_ids: Tensor | None = None
+) -> Routing:
     bias = selection_bias_for(cfg)
     logits = logits.clone().requires_grad_()
     options = {"selection_bias": bias, "token_mask": token_mask}
-    routing = route(logits, cfg, generator=seeded(), **options)
-    expected = reference.route(logits, cfg, generator=seeded(), **options)
+    routing = route(logits, cfg, generator=seeded(), expert_ids=replayed_ids, **options)
+    expected = reference.route(logits, cfg, generator=seeded(), replayed_ids=replayed_ids, **options)
     dense = routing.dense()
 
     assert torch.equal(dense != 0, expected.scores != 0)

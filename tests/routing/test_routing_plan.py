@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_one_line
+from helpers import Watching, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_on_ranks
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe import reference
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
@@ -138,15 +137,13 @@ def test_no_table_is_searched_from_its_middle(mode: str | None) -> None:
     """What torch.compile does with such a search on a GPU is wrong (see `experts_of_rows`)."""
     searches: list[int] = []
 
-    class See(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.searchsorted.Tensor:
-                searches.append(args[0].storage_offset())
-            return func(*args, **(kwargs or {}))
+    def see(func: Any, args: tuple[Any, ...], out: Any) -> None:
+        if func is torch.ops.aten.searchsorted.Tensor:
+            searches.append(args[0].storage_offset())
 
     cfg = MoEConfig(64, 64, 4, 2, rounding=None if mode is None else TokenRounding(mode, tile=16))
     logits = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
-    with See():
+    with Watching(see):
         route(logits, cfg).dense()
     assert searches
     assert set(searches) == {0}

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line
-from routing_checks import random, selection_bias_for
+from routing_checks import assert_routes_as_the_reference, random, selection_bias_for
 from torch import Tensor
 
-from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.routing.topk import Routing, route
@@ -36,24 +35,9 @@ def replayed(logits: Tensor, cfg: MoEConfig, ids: Tensor, **options: Any) -> Rou
 @pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
 def test_any_ids_have_the_references_scores_losses_and_gradients(preset: str, masked: bool) -> None:
     """Groups and a bias would not have chosen these."""
-    cfg = config(RouterConfig.preset(preset))
     mask = random(T) < 0.5 if masked else None
-    logits, ids = random(T, E, seed=1).requires_grad_(), any_ids()
-    routing = replayed(logits, cfg, ids, token_mask=mask)
-    bias = selection_bias_for(cfg)
-    expected = reference.route(logits, cfg, selection_bias=bias, token_mask=mask, replayed_ids=ids)
-    dense = routing.dense()
-    torch.testing.assert_close(dense, expected.scores)
-    assert torch.equal(dense != 0, expected.scores != 0)
-    assert routing.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist()
-    torch.testing.assert_close(routing.aux_loss, expected.aux_loss.float())
-    weight = random(T, E, seed=3)
-    got, want = (
-        torch.autograd.grad((scores * weight).sum() + aux_loss + 0 * logits.sum(), logits)[0]
-        for scores, aux_loss in ((dense, routing.aux_loss), (expected.scores, expected.aux_loss))
-    )
-    assert got.any()
-    torch.testing.assert_close(got, want)
+    ids = any_ids()
+    routing = assert_routes_as_the_reference(random(T, E, seed=1), config(RouterConfig.preset(preset)), mask, ids)
     assert routing.expert_ids is not None
     assert torch.equal(routing.expert_ids, ids if mask is None else ids.masked_fill(~mask[:, None], E))
 
