@@ -203,14 +203,10 @@ def test_full_cache_and_labels_with_a_cache_are_refused() -> None:
         model(inputs, labels, KVCache(3, 12))
 
 
-SIZES_OF_GENERATING = {
-    "vocab_size": 37,
-    "num_layers": 2,
-    "num_kv_heads": 1,
-    "max_seq_len": 40,
-    "initializer_range": 0.4,
-}
-GENERATING = tiny_model(**SIZES_OF_GENERATING, moe=MoEConfig(16, 8, 6, 2, initializer_range=0.4), dense_layers=())
+GENERATING = tiny_model(
+    vocab_size=37, num_layers=2, num_kv_heads=1, max_seq_len=40, initializer_range=0.4,
+    moe=MoEConfig(16, 8, 6, 2, initializer_range=0.4), dense_layers=(),
+)  # fmt: skip
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 

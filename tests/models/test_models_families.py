@@ -117,6 +117,10 @@ def test_a_config_that_both_read_counts_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [  # in billions, as their makers state them; without layers for multi-token prediction
+        ("qwen3-30b-a3b", 30.53, 3.35),
+        ("qwen3-235b-a22b", 235.09, 22.19),
+        ("olmoe-1b-7b", 6.92, 1.28),
+        ("mixtral-8x7b", 46.70, 12.88),
         ("qwen3-next-80b-a3b", 79.7, 3.9),
         ("deepseek-v3", 671.0, 37.6),
         ("kimi-k2", 1026.4, 32.9),

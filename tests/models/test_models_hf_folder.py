@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import raises_one_line, tiny_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from test_models_huggingface import tensors_of
 
 from tilemoe.config import MoEConfig
 from tilemoe.data import load_tokenizer
@@ -20,10 +20,6 @@ from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.metrics import read_metrics
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 @pytest.fixture

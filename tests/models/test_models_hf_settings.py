@@ -180,25 +180,48 @@ def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("family", "change", "message"),
     [
-        ({"hidden_size": 32.7}, "hidden_size must be an integer, got 32.7"),
-        ({"num_experts_per_tok": True}, "num_experts_per_tok must be a number, got True"),
-        ({"vocab_size": "53"}, "vocab_size must be a number, got '53'"),
-        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a number, got nan"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number, got an integer of 1329 bits"),
-        ({"hidden_size": 1e300}, r"hidden_size must be below 2\*\*63"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
-        ({"attention_bias": "false"}, "attention_bias must be False, got 'false'"),
-        ({"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an integer, got 1.5"),
-        ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got"),
-        ({"mlp_only_layers": "none"}, "mlp_only_layers must be a list of layers, got 'none'"),
+        (
+            "qwen3_moe",
+            {"model_type": "llama"},
+            "model_type must be one of 'qwen3_moe', 'olmoe', 'mixtral'; got 'llama'",
+        ),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias must be False"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window must be False"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
+        ("qwen3_moe", {"rope_parameters": "yarn"}, "rope_parameters must be a table of settings or null, got 'yarn'"),
+        (
+            "qwen3_moe",
+            {"attention_dropout": 0.1},
+            "attention_dropout must be 0, got 0.1; .* set it to 0 in config.json",
+        ),
+        ("qwen3_moe", {"vocab_size": 0}, "vocab_size"),
+        ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "num_heads"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0"),
+        ("olmoe", {"attention_dropout": "much"}, "attention_dropout must be a number, got 'much'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window must be None, got 4096"),
+        ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("mixtral", {"router_jitter_noise": 0.02}, "router_jitter_noise must be 0, got 0.02; .* set it to 0 in config"),
+        ("qwen3_moe", {"hidden_size": 32.7}, "hidden_size must be an integer, got 32.7"),
+        ("qwen3_moe", {"num_experts_per_tok": True}, "num_experts_per_tok must be a number, got True"),
+        ("qwen3_moe", {"vocab_size": "53"}, "vocab_size must be a number, got '53'"),
+        ("qwen3_moe", {"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a number, got nan"),
+        ("qwen3_moe", {"rms_norm_eps": 10**400}, "rms_norm_eps must be a number, got an integer of 1329 bits"),
+        ("qwen3_moe", {"hidden_size": 1e300}, r"hidden_size must be below 2\*\*63"),
+        ("qwen3_moe", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ("qwen3_moe", {"attention_bias": "false"}, "attention_bias must be False, got 'false'"),
+        ("qwen3_moe", {"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an integer, got 1.5"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got"),
+        ("qwen3_moe", {"mlp_only_layers": "none"}, "mlp_only_layers must be a list of layers, got 'none'"),
     ],
 )
-def test_values_of_another_kind_are_not_converted(change: dict[str, Any], message: str) -> None:
+def test_what_the_decoder_does_not_implement_is_not_imported(family: str, change: dict[str, Any], message: str) -> None:
+    """Nor is a value of another kind converted."""
     with raises_one_line(message):
-        config_from_hf({**hf_config_dict(CONFIG), **change})
+        config_from_hf({**FAMILIES[family][1].to_dict(), **change})
 
 
 def test_whole_numbers_and_null_are_taken() -> None:

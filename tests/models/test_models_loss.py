@@ -3,13 +3,11 @@
 T tokens · d model width · V vocabulary
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.models.loss import chunked_cross_entropy
 from tilemoe.testing import assert_equal, relative_error
@@ -131,19 +129,6 @@ def test_frozen_inputs(frozen: str) -> None:
             torch.testing.assert_close(tensor.grad, gradient.float())
         else:
             assert tensor.grad is None
-
-
-class LargestTensor(TorchDispatchMode):
-    """The most elements that any operation's result has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(each, Tensor):
-                self.elements = max(self.elements, each.numel())
-        return out
 
 
 def test_never_holds_the_logits_of_all_tokens() -> None:
