@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import raises_one_line
+from helpers import raises_one_line, traced_memory
 
 from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
@@ -180,13 +179,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cache_module, "_BATCH_CHARS", 1 << 15)
     line = "x" * 99 + "\n"
     (tmp_path / "a.txt").write_text(line * 200_000)  # 20 MB, 40 MB as uint16
-    tracemalloc.start()
-    try:
+    with traced_memory() as peak:
         prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache", shard_tokens=1 << 20)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 6_000_000
+        assert peak() < 6_000_000
 
 
 Write = Callable[..., TokenShards]
@@ -244,11 +239,8 @@ def test_a_long_line_takes_no_many_times_its_memory(tmp_path: Path, heldout_ever
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in ("a b\n" * (size // 4), "b"))
     )
-    tracemalloc.start()
-    try:
+    with traced_memory() as peak:
         made = prepare(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache", heldout_every=heldout_every)
-        assert tracemalloc.get_traced_memory()[1] < 5 * size + (32 << 20)
-    finally:
-        tracemalloc.stop()
+        assert peak() < 5 * size + (32 << 20)
     separators = 2 if heldout_every == 2 else 3
     assert made.train.num_tokens + made.heldout.num_tokens == size + 1 + separators

@@ -5,14 +5,13 @@ import json
 import os
 import random
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import raises_one_line
+from helpers import raises_one_line, traced_memory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +65,10 @@ def test_text_is_kept_as_it_is_but_for_nul_bom_and_invalid_bytes(tmp_path: Path)
     assert list(corpus.documents()) == ["x\r\ny\rz\n\ufffd\ufffd end"]
 
 
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
+}
 TEXT = "naïve café, 10 €: “fox”\n" * 400
 
 
@@ -83,8 +86,7 @@ TEXT = "naïve café, 10 €: “fox”\n" * 400
 def test_text_that_is_not_utf8(content: bytes, first: int | None, count: int | None, packed: str, tmp_path: Path):
     """An error with the file and the place, in the file as decompressed; or replaced, and counted."""
     path = tmp_path / f"a.txt{packed}"
-    compress = {"": bytes, ".gz": gzip.compress, ".zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True)}[packed]
-    path.write_bytes(compress(content))
+    path.write_bytes(COMPRESS.get(packed, bytes)(content))
     with pytest.raises(UnicodeDecodeError) as caught:
         content.decode("utf-8")
     place = caught.value.start
@@ -266,15 +268,11 @@ def test_a_line_has_a_limit_and_no_more_of_it_is_read(
 ):
     path, size = tmp_path / name, 100 << 20
     first = json.dumps({"text": "ok", "prompt": "a", "completion": "b"}).encode() + b"\n"
-    packed = {".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True)}
-    path.write_bytes(packed.get(path.suffix, bytes)(first + b'{"text": "' + b"a" * size + b'"}\n'))
-    tracemalloc.start()
-    try:
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(first + b'{"text": "' + b"a" * size + b'"}\n'))
+    with traced_memory() as peak:
         with raises_one_line(rf"{name}:2: this line has more than 1,000 characters; .* raise data.longest_line"):
             list(read(open_corpus(str(path), longest_line=1000)))
-        assert tracemalloc.get_traced_memory()[1] < size / 10
-    finally:
-        tracemalloc.stop()
+        assert peak() < size / 10
 
 
 def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):

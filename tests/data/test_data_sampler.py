@@ -1,12 +1,12 @@
 """Sampling: a mixed permutation, every window once per epoch, disjoint ranks, the same batches after a restart."""
 
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import traced_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -103,16 +103,13 @@ def test_epochs_and_seeds_differ_in_order_and_offset():
 
 def test_time_and_memory_do_not_grow_with_the_corpus():
     sampler = Sampler(Counting(10**11), 2048, 4, seed=1, rank=3, world_size=8)
-    tracemalloc.start()
-    try:
+    with traced_memory() as peak:
         started = time.perf_counter()
         for step in (0, 1, 10**5, 10**6, 10**9):
             inputs, _ = sampler.batch(step)
             assert inputs.shape == (4, 2048)
         assert time.perf_counter() - started < 2
-        assert tracemalloc.get_traced_memory()[1] < 2_000_000
-    finally:
-        tracemalloc.stop()
+        assert peak() < 2_000_000
 
 
 @pytest.mark.parametrize(
