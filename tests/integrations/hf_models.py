@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers import redraw
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -107,24 +108,13 @@ def tokens(batch: int = 2, length: int = SEQ) -> Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def logits_and_gradients(
-    model: nn.Module, implementation: str, chooses: PreTrainedModel | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of `tokens`; ``chooses``: the model of transformers, where ``model`` wraps it."""
-    (chooses or model).set_experts_implementation(implementation)
+def step(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss, the logits and the gradients of `tokens`."""
     model.zero_grad()
     out = model(input_ids=tokens(), labels=tokens())
     out.loss.backward()
-    return out.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def by_both(model: PreTrainedModel, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """What ``compute`` gives with the eager experts and with tilemoe's."""
-    found = []
-    for implementation in ("eager", "tilemoe"):
-        model.set_experts_implementation(implementation)
-        found.append(compute())
-    return found[0], found[1]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return out.loss.detach(), out.logits.detach(), gradients
 
 
 E, K, T, D = 4, 2, 10, 16
@@ -140,10 +130,7 @@ SETTINGS: dict[str, Any] = {
 def experts(kind: Callable[[Any], nn.Module], **settings: Any) -> Any:
     """One module of this class with random weights, of a configuration that has all the names they look for."""
     module = kind(SimpleNamespace(**(SETTINGS | settings)))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    redraw(module.parameters(), 0.5, seed=0)
     return module
 
 

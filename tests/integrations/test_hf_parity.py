@@ -4,30 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import FAMILIES, LIMIT, by_both, logits_and_gradients, tokens
-from torch import Tensor
+from hf_models import FAMILIES, LIMIT, step, tokens
+from torch import Tensor, nn
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.testing import relative_error
 
 pytestmark = pytest.mark.usefixtures("registered")
 CLOSE = 1e-5  # relative, in the root of the mean of squares; fp32, sums of up to a few hundred terms
+Calls = list[dict[str, Any]]
 
 
-class Calls(list[dict[str, Any]]):
-    """The arguments of every call of the expert MLP by the integration."""
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    seen, moe = Calls(), integration.moe
-
-    def recording(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any, **more: Any) -> Tensor:
-        seen.append({"x": x, "w1": w1, "w2": w2, **more})
-        return moe(x, w1, w2, *rest, **more)
-
-    monkeypatch.setattr(integration, "moe", recording)
-    return seen
+def logits_and_gradients(model: nn.Module, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model.set_experts_implementation(implementation)
+    return step(model)[1:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,10 +52,12 @@ def test_the_clamp_of_gpt_oss_is_met_and_computed(calls: Calls) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_generate(family: str, calls: Calls) -> None:
-    model = FAMILIES[family].make()
+    model = FAMILIES[family].make(experts_implementation="eager")
     ids = tokens(batch=2)
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-    eager, ours = by_both(model, lambda: model.generate(ids, **options))
+    eager = model.generate(ids, **options)
+    model.set_experts_implementation("tilemoe")
+    ours = model.generate(ids, **options)
     assert eager.shape[1] == ids.shape[1] + 12
     assert len(calls) == 12 * FAMILIES[family].moe_layers
     assert torch.equal(ours, eager)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import FAMILIES, tokens
+from hf_models import FAMILIES, step, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
+from test_hf_replay import B, other_ids, recorded
 from torch import Tensor, nn
 
 from tilemoe.integrations import transformers as integration
@@ -15,7 +16,6 @@ from tilemoe.layers.lora import add_lora
 from tilemoe.testing import assert_equal
 
 pytestmark = pytest.mark.usefixtures("registered")
-B = 2
 SAVED = [("olmoe", "experts"), ("olmoe", "mlp"), ("gpt_oss", "experts"), ("gemma4", "experts")]
 SETTINGS: dict[str, dict[str, Any]] = {
     "one": {"target_parameters": ["experts.down_proj"]},
@@ -48,13 +48,6 @@ def shaken(model: nn.Module, seed: int) -> None:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def logits_and_grads(model: nn.Module) -> list[Tensor]:
-    model.zero_grad()
-    out = model(input_ids=tokens(), labels=tokens())
-    out.loss.backward()
-    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
 @pytest.mark.parametrize(("family", "saved"), SAVED)
 def test_use_switches_every_copy_that_peft_keeps(family: str, saved: str, tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved])
@@ -64,25 +57,25 @@ def test_use_switches_every_copy_that_peft_keeps(family: str, saved: str, tmp_pa
     for seed, adapter in enumerate(adapters):
         model.set_adapter(adapter)
         shaken(model, seed)
-        expected.append(logits_and_grads(model))
+        expected.append(step(model))
     assert integration.use(model) == FAMILIES[family].moe_layers
     assert computed_by(model) == ["tilemoe"] * 3 * FAMILIES[family].moe_layers
     model.add_adapter("third", config)
     assert set(computed_by(model)) == {"tilemoe"}
     for adapter, want in zip(adapters, expected, strict=True):
         model.set_adapter(adapter)
-        torch.testing.assert_close(logits_and_grads(model), want, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(expected[0][0], expected[1][0], atol=1e-3)
+        torch.testing.assert_close(step(model), want, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected[0][1], expected[1][1], atol=1e-3)
     base = FAMILIES[family].make(experts_implementation="tilemoe")
     with model.disable_adapter():
         assert_equal([model(input_ids=tokens()).logits], [base(input_ids=tokens()).logits])
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(base, tmp_path / "second")
     assert set(computed_by(loaded)) == {"tilemoe"}
-    torch.testing.assert_close(loaded(input_ids=tokens()).logits, expected[1][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loaded(input_ids=tokens()).logits, expected[1][1], rtol=1e-4, atol=1e-5)
     merged = model.merge_and_unload()
     assert set(computed_by(merged)) == {"tilemoe"}
-    torch.testing.assert_close(merged(input_ids=tokens()).logits, expected[1][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged(input_ids=tokens()).logits, expected[1][1], rtol=1e-4, atol=1e-5)
 
 
 def test_use_switches_no_copy_if_one_cannot_be() -> None:
@@ -107,21 +100,10 @@ def test_what_add_lora_says_of_a_model_of_transformers_works(family: str) -> Non
     call = str(error.value)[str(error.value).index("get_peft_model(") :]
     peft = eval(call, {"get_peft_model": get_peft_model, "LoraConfig": LoraConfig, "model": model})
     shaken(peft, 0)
-    logits_and_grads(peft)
+    step(peft)
     adapters = {n: p.grad for n, p in peft.named_parameters() if p.requires_grad and ".experts." in n}
     assert len(adapters) == 4 * FAMILIES[family].moe_layers
     assert all(grad is not None and grad.any() for grad in adapters.values())
-
-
-def recorded(model: nn.Module) -> Tensor:
-    with record_routing(model) as record:
-        model(input_ids=tokens())
-    return record.expert_ids(B)
-
-
-def other_ids(model: nn.Module, own: Tensor) -> Tensor:
-    experts = next(module for module in model.modules() if "has_gate" in vars(module))
-    return (own.long() + 1) % experts.num_experts
 
 
 def replayed(model: nn.Module, expert_ids: Tensor) -> tuple[float, Tensor]:
@@ -137,8 +119,7 @@ def replayed(model: nn.Module, expert_ids: Tensor) -> tuple[float, Tensor]:
 def test_replay_under_peft_is_the_model_s_own(kind: str) -> None:
     """Adapters at zero: the loss of the same ids without PEFT, also where blocks are repeated."""
     plain = FAMILIES["olmoe"].make(experts_implementation="tilemoe")
-    own = recorded(plain)
-    other = other_ids(plain, own)
+    own, other = recorded(plain), other_ids(plain)
     (own_loss, _), (loss, _) = replayed(plain, own), replayed(plain, other)
     assert abs(own_loss - loss) > 1e-3
     peft = get_peft_model(FAMILIES["olmoe"].make(), settings(kind)).train()

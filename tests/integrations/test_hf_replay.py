@@ -4,13 +4,12 @@ T tokens · B sequences · S tokens each · L MoE layers · E experts · K exper
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import raises_one_line
-from hf_models import FAMILIES, SEQ, tokens
+from hf_models import FAMILIES, SEQ, step, tokens
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +24,9 @@ def make(family: str, **more: Any) -> PreTrainedModel:
     return FAMILIES[family].make(experts_implementation="tilemoe", **more)
 
 
-def recorded(model: nn.Module, ids: Tensor) -> Tensor:
+def recorded(model: nn.Module, ids: Tensor | None = None) -> Tensor:
+    """The ids that the model chooses for these tokens, by default for `tokens`."""
+    ids = tokens() if ids is None else ids
     with record_routing(model) as record:
         model(input_ids=ids)
     return record.expert_ids(ids.shape[0])
@@ -33,19 +34,16 @@ def recorded(model: nn.Module, ids: Tensor) -> Tensor:
 
 def other_ids(model: nn.Module) -> Tensor:
     """As many as the model's own, at random."""
-    own = recorded(model, tokens())
+    own = recorded(model)
     experts = next(module for name, module in model.named_modules() if name.endswith("experts"))
     num_experts = next(experts.parameters()).shape[0]
     generator = torch.Generator().manual_seed(4)
     return torch.rand(*own.shape[:-1], num_experts, generator=generator).argsort(-1)[..., : own.shape[-1]]
 
 
-def logits_and_grads(model: nn.Module, expert_ids: Tensor | None) -> list[Tensor]:
-    model.zero_grad()
-    with nullcontext() if expert_ids is None else replay_routing(model, expert_ids):
-        out = model(input_ids=tokens(), labels=tokens())
-        out.loss.backward()
-    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def replayed(model: nn.Module, expert_ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    with replay_routing(model, expert_ids):
+        return step(model)
 
 
 def to_experts(model: nn.Module, expert_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -68,13 +66,13 @@ def to_experts(model: nn.Module, expert_ids: Tensor) -> Iterator[tuple[Tensor, T
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replaying_its_own_ids_changes_no_bit_and_any_others_are_taken(family: str) -> None:
     model = make(family)
-    plain, own, other = logits_and_grads(model, None), recorded(model, tokens()), other_ids(model)
+    plain, own, other = step(model), recorded(model), other_ids(model)
     assert own.shape[:3] == (FAMILIES[family].moe_layers, B, SEQ)
-    assert_equal(logits_and_grads(model, own), plain)
-    assert not torch.equal(logits_and_grads(model, other)[0], plain[0])
+    assert_equal(replayed(model, own), plain)
+    assert not torch.equal(replayed(model, other)[1], plain[1])
     for layer, (_, ids, _) in enumerate(to_experts(model, other)):
         assert torch.equal(ids, other[layer].flatten(0, 1))
-    assert_equal(logits_and_grads(model, None), plain)
+    assert_equal(step(model), plain)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -122,13 +120,13 @@ def test_the_only_group_of_experts_takes_no_top_k_for_the_router(length: int) ->
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4"])
 def test_gradient_checkpointing_replays_again_and_records_once(family: str, reentrant: bool) -> None:
     model = make(family)
-    other, own = other_ids(model), recorded(model, tokens())
-    want = logits_and_grads(model, other)
+    other, own = other_ids(model), recorded(model)
+    want = replayed(model, other)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
-    assert_equal(logits_and_grads(model, other), want)
+    assert_equal(replayed(model, other), want)
     with record_routing(model) as record:
-        logits_and_grads(model, None)
+        step(model)
     assert torch.equal(record.expert_ids(B), own)
 
 
@@ -140,7 +138,7 @@ def test_tokens_that_the_mask_leaves_out_choose_by_themselves() -> None:
         model(input_ids=tokens())
     ids = record.expert_ids(B)
     assert torch.equal(ids[:, mask], other[:, mask])
-    assert torch.equal(ids[0][~mask], recorded(model, tokens())[0][~mask])
+    assert torch.equal(ids[0][~mask], recorded(model)[0][~mask])
 
 
 def test_what_was_generated_with_a_cache_has_its_log_probabilities_in_training() -> None:
@@ -168,7 +166,7 @@ def test_what_was_generated_with_a_cache_has_its_log_probabilities_in_training()
 
 def test_what_cannot_be_replayed_is_one_line() -> None:
     model = make("qwen3_moe")
-    ids = recorded(model, tokens())
+    ids = recorded(model)
     assert ids.shape == (2, B, SEQ, 2)
     mask = torch.ones(B, SEQ, dtype=torch.bool)
     for wrong, more, message in (
@@ -198,12 +196,12 @@ def test_a_layer_that_chooses_by_a_table_chooses_again_what_it_chose() -> None:
     model = make("deepseek_v4", mlp_layer_types=["hash_moe", "moe"])
     table = model.model.layers[0].mlp.gate.tid2eid
     table.copy_(torch.rand(len(table), 6, generator=torch.Generator().manual_seed(2)).topk(table.shape[1]).indices)
-    plain, own, other = logits_and_grads(model, None), recorded(model, tokens()), other_ids(model)
+    plain, own, other = step(model), recorded(model), other_ids(model)
     assert torch.equal(own[0].long(), table[tokens()])
-    assert_equal(logits_and_grads(model, own), plain)
+    assert_equal(replayed(model, own), plain)
     mixed = torch.stack([own[0].long(), other[1]])
     with replay_routing(model, mixed), record_routing(model) as record:
-        assert not torch.equal(model(input_ids=tokens()).logits, plain[0])
+        assert not torch.equal(model(input_ids=tokens()).logits, plain[1])
     assert torch.equal(record.expert_ids(B).long(), mixed)
     mask = torch.arange(B * SEQ).view(B, SEQ) % 3 > 0
     mixed[:, ~mask] = -1
@@ -216,7 +214,7 @@ def test_a_layer_that_chooses_by_a_table_chooses_again_what_it_chose() -> None:
 
 def test_a_router_that_does_not_choose_by_a_top_k_is_refused() -> None:
     model = make("qwen3_moe")
-    ids = recorded(model, tokens())
+    ids = recorded(model)
     gate = model.model.layers[1].mlp.gate
     forward = gate.forward
     gate.forward = lambda x: (forward(x), forward(x))[1]
@@ -232,7 +230,7 @@ def test_a_router_that_does_not_choose_by_a_top_k_is_refused() -> None:
 
 def test_a_model_compiled_before_says_that_nothing_was_replayed() -> None:
     model = make("mixtral")
-    ids = recorded(model, tokens())
+    ids = recorded(model)
     compiled = torch.compile(model, backend="eager")
     compiled(input_ids=tokens())
     with raises_one_line("expert_ids were not taken by"), replay_routing(compiled, ids):
