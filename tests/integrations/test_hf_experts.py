@@ -1,20 +1,19 @@
 """Single experts modules of transformers: layouts, sentinels, what is refused, and the switch itself."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from helpers import assert_near, raises_one_line, run_python
 from hf_models import COMMON, FAMILIES, SETTINGS, D, E, T, experts, routing, run, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
@@ -181,36 +180,18 @@ def test_layers_that_were_tried_share_what_is_compiled(kind: type[nn.Module]) ->
     assert counter.frame_count == 1
 
 
-class _Learned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.ones(()))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return nn.functional.silu(self.slope * z)
-
-
-def _learned() -> Any:
+def _activated_by(function: nn.Module) -> Any:
     module = experts(MixtralExperts)
-    module.act_fn = _Learned()
+    module.act_fn = function
     return module
 
 
-def _buffered() -> Any:
-    module = experts(MixtralExperts)
-    module.act_fn.register_buffer("slope", torch.ones(()))
-    return module
-
-
-def _packed() -> Any:
+def _with_up_proj(*weight: Tensor) -> Any:
+    """Experts whose first weight is no parameter, if it is there."""
     module = experts(MixtralExperts)
     del module.gate_up_proj
-    return module
-
-
-def _quantised() -> Any:
-    module = _packed()
-    module.gate_up_proj = torch.zeros(E, 16, D, dtype=torch.int8)
+    for each in weight:
+        module.gate_up_proj = each
     return module
 
 
@@ -228,10 +209,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "norm after the experts": (lambda: experts(MuseSparkExperts), "each expert's output is normalised"),
     "ungated and unknown": (lambda: experts(NemotronHExperts, mlp_hidden_act="tanh"), "its activation is none"),
-    "trained activation": (_learned, "_Learned has parameters"),
-    "activation with a buffer": (_buffered, "has buffers, which could change unseen"),
-    "int8": (_quantised, r"gate_up_proj is a Tensor of torch.int8; quantised"),
-    "packed elsewhere": (_packed, "has no weight gate_up_proj; quantised weights"),
+    "trained activation": (lambda: _activated_by(nn.PReLU()), "PReLU has parameters"),
+    "activation with a buffer": (
+        lambda: _activated_by(nn.BatchNorm1d(8, affine=False)),
+        "has buffers, which could change unseen",
+    ),
+    "int8": (
+        lambda: _with_up_proj(torch.zeros(E, 16, D, dtype=torch.int8)),
+        r"gate_up_proj is a Tensor of torch.int8; quantised",
+    ),
+    "packed elsewhere": (_with_up_proj, "has no weight gate_up_proj; quantised weights"),
 }
 
 
@@ -253,29 +240,9 @@ def test_fp8_experts_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("unregistered_after")
-def test_use_checks_before_it_changes() -> None:
-    model = FAMILIES["mixtral"].make(experts_implementation="eager")
-    model.model.layers[1].mlp.experts.act_fn = nn.Tanh()
-    with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\): its gate is none of tilemoe's activations"):
-        integration.use(model)
-    assert model.config._experts_implementation == "eager"
-    model.model.layers[1].mlp.experts.act_fn = nn.SiLU()
-    assert integration.use(model) == 2
-    assert model.config._experts_implementation == "tilemoe"
-
-
-class Wrapper(nn.Module):
-    """As DistributedDataParallel, which transformers knows nothing of."""
-
-    def __init__(self, *models: nn.Module) -> None:
-        super().__init__()
-        self.several = nn.ModuleList(models)
-
-
-@pytest.mark.usefixtures("unregistered_after")
 def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
     models = [FAMILIES[family].make(experts_implementation="eager") for family in ("mixtral", "olmoe")]
-    assert integration.use(Wrapper(*models)) == 4
+    assert integration.use(nn.ModuleList(models)) == 4
     assert {model.config._experts_implementation for model in models} == {"tilemoe"}
     models[0].set_experts_implementation("eager")
     assert integration.use(torch.compile(models[0], backend="eager")) == 2
@@ -283,13 +250,6 @@ def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
     with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\) did not take up .*: pass the whole model"):
         integration.use(models[0].model.layers[0])
     assert models[0].config._experts_implementation == "eager"
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("unregistered_after")

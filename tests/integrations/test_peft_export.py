@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import from_hf_state_dict, raises_one_line
+from helpers import from_hf_state_dict, raises_one_line, redraw
 from hf_models import FAMILIES, tokens
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,12 +27,13 @@ def base_of(family: str, folder: Path) -> PreTrainedModel:
     return theirs
 
 
+def emptied(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 def trained(model: DecoderLM, modules: tuple[str, ...], storage: str = "dense", **more: int) -> DecoderLM:
-    """As if trained: no b is zero any more."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for adapter in add_lora(model, 3, 6.0, modules=modules, storage=storage, **more):
-            adapter.copy_(0.3 * torch.randn(adapter.shape, generator=generator))
+    redraw(add_lora(model, 3, 6.0, modules=modules, storage=storage, **more), 0.3, seed=2)
     return model.eval()
 
 
@@ -45,8 +46,7 @@ def test_peft_computes_our_logits(family: str, modules: tuple[str, ...], tmp_pat
     model = trained(load_hf(tmp_path / "base"), modules)
     ours = model(tokens()).logits
     assert relative_error(ours, plain) > 0.05
-    (tmp_path / "adapter").mkdir()
-    save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    save_adapter(model, emptied(tmp_path / "adapter"), base=str(tmp_path / "base"))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -73,16 +73,20 @@ def test_attention_of_another_rank(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_rows_that_lie_interleaved_here(tmp_path: Path) -> None:
+def test_interleaved_rows_and_another_dtype(tmp_path: Path) -> None:
+    """In PEFT they compute the same, and back in a decoder of the same rows they are the same."""
     theirs = base_of("olmoe", tmp_path / "base")
     config = load_hf(tmp_path / "base").config
     assert config.moe is not None
     config = replace(config, moe=replace(config.moe, gate_up="interleaved"))
-    model = DecoderLM(config)
+    model = DecoderLM(config, dtype=torch.float64)
     model.load_state_dict(from_hf_state_dict(config, theirs.state_dict()))
-    trained(model, (EXPERTS,))
-    (tmp_path / "adapter").mkdir()
-    save_adapter(model, tmp_path / "adapter")
+    trained(model, (EXPERTS, ATTENTION))
+    save_adapter(model, emptied(tmp_path / "adapter"))
+    read = DecoderLM(config)
+    load_adapter(read, str(tmp_path / "adapter"))
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert_equal({name: p for name, p in read.named_parameters() if p.requires_grad}, adapters)
     found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(found(input_ids=tokens()).logits, model(tokens()).logits) < 1e-5
 
@@ -96,8 +100,11 @@ def test_adapters_on_experts_in_4_bit(tmp_path: Path) -> None:
     merge_lora(decoded)
     save_hf(decoded, tmp_path / "decoded")
     model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION), "nf4")
-    (tmp_path / "adapter").mkdir()
-    save_adapter(model, tmp_path / "adapter")
+    save_adapter(model, emptied(tmp_path / "adapter"))
+    read = load_hf(tmp_path / "base")
+    add_lora(read, 3, 6.0, modules=(EXPERTS, ATTENTION), storage="nf4")
+    load_adapter(read, tmp_path / "adapter")
+    assert_equal(dict(read.state_dict()), dict(model.state_dict()))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "decoded").eval()
     found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(found(input_ids=tokens()).logits, model(tokens()).logits) < 1e-5
