@@ -243,11 +243,7 @@ class LaunchTracer(TorchDispatchMode):
         return found
 
     def keep(self, results: Any) -> None:
-        """Store the recording of a call that returned ``results``."""
-        self._store(self.finish(results))
-
-    def finish(self, results: Any) -> LaunchTrace | None:
-        """The recording of a call that returned ``results``; None if it was spoiled."""
+        """Store the recording of a call that returned ``results``; None if it was spoiled."""
         is_one = isinstance(results, Tensor)
         slots: list[_Slot | None] = []
         for result in (results,) if is_one else results:
@@ -256,10 +252,11 @@ class LaunchTracer(TorchDispatchMode):
         made = [slot.number for slot in slots if slot is not None]
         is_view_of_operand = any(slot is not None and slot.view and slot.number < len(self._operands) for slot in slots)
         if self.problem is not None or is_view_of_operand:
-            return None
+            self._store(None)
+            return
         steps = _with_frees(self._steps, len(self._operands), made)
         one_or_all = next(slot for slot in slots if slot is not None) if is_one else tuple(slots)
-        return LaunchTrace(self._device, self._operands, len(self._ranges), steps, one_or_all)
+        self._store(LaunchTrace(self._device, self._operands, len(self._ranges), steps, one_or_all))
 
     def _add(self, tensor: Tensor) -> int:
         """A slot for a new tensor; those whose memory it has are gone."""
