@@ -1,17 +1,11 @@
 """Experts in 4 bit, with adapters of PEFT, shared by two processes."""
 
-from typing import Any
-
 import pytest
 from hf_quantized_checks import CHECKS
-from ranks import named, run_on_ranks
+from ranks import named
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_on_ranks(selected(CHECKS), 2, tmp_path_factory.mktemp("ranks"))
+RANKS = 2
 
 
 @pytest.mark.parametrize("name", named(CHECKS, *CHECKS))

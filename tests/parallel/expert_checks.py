@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import raises_one_line
+from helpers import raises_one_line, redraw
 from hf_models import FAMILIES, VOCAB
 from parallel_checks import (
     LIMIT_32,
@@ -258,10 +258,7 @@ def make_net_in_4_bit(dtype: torch.dtype) -> Net:
 
 
 def with_adapters(net: Net, **options: Any) -> Net:
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for adapter in add_lora(net, 3, 6.0, **options):
-            adapter.copy_(0.1 * torch.randn(adapter.shape, generator=generator))
+    redraw(add_lora(net, 3, 6.0, **options), 0.1, seed=5)
     return net
 
 

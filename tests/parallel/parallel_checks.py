@@ -10,9 +10,9 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
-import pytest
 import torch
 import torch.distributed as dist
+from helpers import redraw
 from ranks import device_of_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -409,17 +409,23 @@ def check_rows_of_experts() -> None:
 
 
 def check_from_meta() -> None:
-    """Weights are a function of the generator, whatever the mesh; inference works, also by incremental decoding."""
+    """Weights, and adapters, are a function of the generator, whatever the mesh; so is what is decoded."""
     device = device_of_rank()
-    one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
-    one.reset_parameters(torch.Generator().manual_seed(7))
-    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator().manual_seed(7))
-    for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
-        assert torch.equal(whole(got), want), name
-    assert_equal(list(many.buffers()), list(one.buffers()))
     ids = torch.arange(5, device=device)[None]
-    tokens = [generate(model, ids, 4, temperature=0.0) for model in (one, many)]
-    assert torch.equal(*tokens)
+    for with_lora in (False, True):
+        one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
+        if with_lora:
+            for model in (one, many):
+                add_lora(model, 3, 6.0, modules=(EXPERTS, ATTENTION))
+        one.reset_parameters(torch.Generator().manual_seed(7))
+        parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator().manual_seed(7))
+        for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
+            assert torch.equal(whole(got), want), name
+            assert got.requires_grad == want.requires_grad, name
+        assert not with_lora or one.blocks[1].mlp.experts.up_a.any()
+        assert_equal(list(many.buffers()), list(one.buffers()))
+        tokens = [generate(model, ids, 4, temperature=0.0) for model in (one, many)]
+        assert torch.equal(*tokens)
 
 
 def check_compiled() -> None:
@@ -430,11 +436,7 @@ def check_compiled() -> None:
 
 
 def with_adapters(model: DecoderLM, modules: tuple[str, ...], storage: str = "dense") -> DecoderLM:
-    """As if trained: no b is zero any more."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for adapter in add_lora(model, 3, 6.0, modules=modules, storage=storage):
-            adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator, dtype=torch.float64))
+    redraw(add_lora(model, 3, 6.0, modules=modules, storage=storage), 0.2, seed=5)
     return model
 
 
@@ -481,33 +483,6 @@ def check_adapters_on_experts_in_4_bit() -> None:
             here = gathered.to_local() if isinstance(gathered, DTensor) else gathered
             first = dist.get_rank() % expert * here.shape[0]
             assert torch.equal(here.view(tensor.dtype), tensor[first : first + here.shape[0]]), name
-
-
-def check_adapters_from_meta() -> None:
-    """They, too, are a function of the generator."""
-    device = device_of_rank()
-    one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
-    for model in (one, many):
-        add_lora(model, 3, 6.0, modules=(EXPERTS, ATTENTION))
-    one.reset_parameters(torch.Generator().manual_seed(7))
-    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator().manual_seed(7))
-    for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
-        assert torch.equal(whole(got), want), name
-        assert got.requires_grad == want.requires_grad, name
-    assert one.blocks[1].mlp.experts.up_a.any()
-
-
-def check_errors() -> None:
-    ranks = world()
-    for config, message in (
-        (replace(EXACT, replicate=8), rf"replicate 8 x shard any x expert 1 needs 8 processes and the job has {ranks}"),
-        (replace(EXACT, shard=ranks - 1), rf"job's {ranks} processes are not divided evenly by replicate 1 x shard"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_meshes(config, MODEL, "cpu")
-    seven = replace(MODEL, moe=replace(MOE, num_experts=7))
-    with pytest.raises(ValueError, match=rf"parallel.expert \({ranks}\) must divide model.moe.num_experts \(7\)"):
-        build_meshes(replace(EXACT, expert=ranks), seven, "cpu")
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
