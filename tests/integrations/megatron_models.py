@@ -191,6 +191,15 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], limit: fl
         assert relative_error(found[name].detach(), value.detach().double()) < limit, name
 
 
+def assert_same_step(stock: nn.Module, ours: nn.Module, ids: Any) -> None:
+    """The same loss of these tokens, and gradients, which are left."""
+    losses = [loss_of(model, ids) for model in (stock, ours)]
+    for loss in losses:
+        loss.backward()
+    assert_same({"loss": losses[1]}, {"loss": losses[0]})
+    assert_same(gradients(ours), gradients(stock), 3e-6)
+
+
 def shards_of(model: Any) -> set[tuple[Any, ...]]:
     """Key, shape, place and copy of everything that a distributed checkpoint of the model has."""
     state = model.sharded_state_dict()
