@@ -13,16 +13,23 @@ from helpers import raises_one_line
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.replay import record_routing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = runpy.run_path(str(EXAMPLES / "trl_sft.py"))
 STEPS = 3
+PROMPTS = Dataset.from_dict({"prompt": ["1+1=", "20+20="] * 4})
 
 
 def count_of_a(completions: list[str], **_: object) -> list[float]:
     return [float(completion.count("a")) for completion in completions]
+
+
+def settings_of(folder: Path, **more: Any) -> GRPOConfig:
+    """Two completions of six tokens of each prompt, on the CPU."""
+    quiet = {"save_strategy": "no", "report_to": "none", "bf16": False, "use_cpu": True, "disable_tqdm": True}
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
+    return GRPOConfig(output_dir=str(folder), **{**quiet, **sizes, **more})
 
 
 def steps_of(implementation: str, folder: Path) -> list[tuple[float, float, float]]:
@@ -30,31 +37,22 @@ def steps_of(implementation: str, folder: Path) -> list[tuple[float, float, floa
     torch.manual_seed(0)
     model, tokenizer = SCRIPT["small_model"]()
     model.set_experts_implementation(implementation)
-    settings = GRPOConfig(
-        output_dir=str(folder),
+    settings = settings_of(
+        folder,
         max_steps=STEPS,
-        per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=8,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        bf16=False,
-        use_cpu=True,
-        disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    prompts = Dataset.from_dict({"prompt": ["1+1=", "2+2="] * 4})
-    trainer = GRPOTrainer(model, count_of_a, settings, train_dataset=prompts, processing_class=tokenizer)
+    trainer = GRPOTrainer(model, count_of_a, settings, train_dataset=PROMPTS, processing_class=tokenizer)
     trainer.train()
     return [(entry["loss"], entry["reward"], entry["grad_norm"]) for entry in trainer.state.log_history[:STEPS]]
 
 
 @pytest.mark.usefixtures("registered")
-def test_grpo_takes_the_same_steps_as_with_eager_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, moe = [], integration.moe
-    monkeypatch.setattr(integration, "moe", lambda *args, **more: calls.append(1) or moe(*args, **more))
+def test_grpo_takes_the_same_steps_as_with_eager_experts(tmp_path: Path, calls: list[Any]) -> None:
     eager = steps_of("eager", tmp_path / "eager")
     assert not calls
     ours = steps_of("tilemoe", tmp_path / "tilemoe")
@@ -125,15 +123,10 @@ def test_grpo_trains_each_token_with_the_experts_that_it_was_sampled_with(
     made, tokenizer = SCRIPT["small_model"]()
     made.save_pretrained(tmp_path / "base")  # where TRL finds the reference model
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", experts_implementation="tilemoe")
-    settings = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, num_generations=2,
-        max_completion_length=6, save_strategy="no", report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
-        **changes,
-    )  # fmt: skip
+    settings = settings_of(tmp_path, max_steps=2, **changes)
     assert settings.gradient_checkpointing
-    prompts = Dataset.from_dict({"prompt": ["1+1=", "20+20="] * 4})
     trainer = moving(example["ReplayTrainer"], seen)(
-        model, count_of_a, settings, train_dataset=prompts, eval_dataset=prompts, processing_class=tokenizer
+        model, count_of_a, settings, train_dataset=PROMPTS, eval_dataset=PROMPTS, processing_class=tokenizer
     )
     trainer.train()
     assert len(seen) == forwards
@@ -150,11 +143,7 @@ def test_the_old_log_probabilities_are_those_of_the_first_forward_that_trains(
 ) -> None:
     """They are of the same weights and, replayed, of the same experts: all ratios are 1, and no token is clipped."""
     model, tokenizer = SCRIPT["small_model"]()
-    settings = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, num_generations=2, num_iterations=2,
-        max_completion_length=6, save_strategy="no", report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    prompts = Dataset.from_dict({"prompt": ["1+1=", "20+20="] * 4})
+    settings = settings_of(tmp_path, max_steps=1, num_iterations=2)
     found = []
 
     class Kept(example["ReplayTrainer"]):  # type: ignore[misc]
@@ -169,18 +158,17 @@ def test_the_old_log_probabilities_are_those_of_the_first_forward_that_trains(
             torch.testing.assert_close(found[-1][mask], inputs["old_per_token_logps"][mask], rtol=1e-5, atol=1e-5)
             return loss
 
-    Kept(model, count_of_a, settings, train_dataset=prompts, processing_class=tokenizer).train()
+    Kept(model, count_of_a, settings, train_dataset=PROMPTS, processing_class=tokenizer).train()
     assert len(found) == 3  # TRL's, ours, the step's
 
 
 @pytest.mark.usefixtures("registered")
 def test_what_samples_otherwise_is_refused(example: dict[str, Any], tmp_path: Path) -> None:
     model, tokenizer = SCRIPT["small_model"]()
-    settings = GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, use_cpu=True)
     with raises_one_line("leave rollout_func out"):
         example["ReplayTrainer"](
-            model, count_of_a, settings, processing_class=tokenizer, rollout_func=lambda *_: {},
-            train_dataset=Dataset.from_dict({"prompt": ["1+1="]}),
+            model, count_of_a, settings_of(tmp_path), processing_class=tokenizer, rollout_func=lambda *_: {},
+            train_dataset=PROMPTS,
         )  # fmt: skip
 
 
