@@ -12,7 +12,7 @@ from typing import Any
 
 from tilemoe import __version__
 from tilemoe.cli.parsing import parse
-from tilemoe.config import GATED_ACTIVATIONS, MoEConfig
+from tilemoe.config import MoEConfig
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
@@ -186,20 +186,12 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
 def _gemms(cfg: MoEConfig) -> list[str]:
     """The Hopper kernel and the tile of each GEMM of the layer in 16 bits, or why the portable kernel serves."""
     from tilemoe.kernels.experts.hopper.configs import row_of
-    from tilemoe.kernels.experts.triton.configs import Kernel
+    from tilemoe.kernels.experts.triton.configs import KERNELS
+    from tilemoe.perf.predict import gemm_widths
 
-    d, n = cfg.hidden_size, cfg.intermediate_size
-    w = 2 * n if cfg.activation in GATED_ACTIVATIONS else n
-    widths: dict[Kernel, tuple[int, int]] = {
-        "up_proj_act": (d, n),
-        "down_proj": (n, d),
-        "down_proj_dgrad_dact": (d, n),
-        "down_proj_wgrad": (d, n),
-        "up_proj_dgrad": (w, d),
-        "up_proj_wgrad": (d, w),
-    }
     lines = []
-    for gemm, (width_in, width_out) in widths.items():
+    for gemm in KERNELS:
+        width_in, width_out = gemm_widths(gemm, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows)
         row = row_of(gemm, width_in)
         why, tile = row.why_slower(width_in, width_out), row.tile
         by = f"{row.kernel}, tile {tile.block_m} x {tile.block_n}, {tile.num_stages} stages"

@@ -111,21 +111,32 @@ def amounts(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[
 def _padded_flops(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> float:
     """FLOPs of all tiles, expected for random routing, and of as many more as fill the last wave of SMs."""
     tile_rows, unit, tile_columns = _tile(kernel, shape, gpu)
-    d, n, w = shape.hidden_size, shape.intermediate_size, shape.width
+    width_in, width_out = gemm_widths(kernel, shape.hidden_size, shape.intermediate_size, shape.width)
+    across = math.ceil(_parts(kernel, shape) * width_out / tile_columns)
     if kernel in WEIGHT_GRADS:
-        columns = n if kernel == "down_proj_wgrad" else w
-        tiles = float(shape.num_experts * math.ceil(d / tile_rows) * math.ceil(columns / tile_columns))
+        tiles = float(shape.num_experts * math.ceil(width_in / tile_rows) * across)
         contraction = padded_rows(shape, unit) / shape.num_experts
     else:
-        contraction, columns = _widths(kernel, d, n, w)
-        tiles = padded_rows(shape, unit) / tile_rows * math.ceil(columns / tile_columns)
+        tiles, contraction = padded_rows(shape, unit) / tile_rows * across, width_in
     waves = math.ceil(tiles / gpu.multiprocessors)
     return 2 * waves * gpu.multiprocessors * tile_rows * tile_columns * contraction
 
 
-def _widths(kernel: Kernel, d: int, n: int, w: int) -> tuple[int, int]:
-    """(contraction, output's columns) of a row GEMM."""
-    return {"up_proj_act": (d, w), "down_proj": (n, d), "down_proj_dgrad_dact": (d, n), "up_proj_dgrad": (w, d)}[kernel]
+def gemm_widths(kernel: Kernel, d: int, n: int, w: int) -> tuple[int, int]:
+    """(contraction, columns) of a row GEMM, of up_proj the columns of a; of a weight gradient its rows and columns."""
+    return {
+        "up_proj_act": (d, n),
+        "down_proj": (n, d),
+        "down_proj_dgrad_dact": (d, n),
+        "down_proj_wgrad": (d, n),
+        "up_proj_dgrad": (w, d),
+        "up_proj_wgrad": (d, w),
+    }[kernel]
+
+
+def _parts(kernel: Kernel, shape: MoEShape) -> int:
+    """Of a tile's columns: gate and up have as many each."""
+    return 2 if kernel == "up_proj_act" and shape.is_gated else 1
 
 
 def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
@@ -133,22 +144,17 @@ def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
 
     Of a weight gradient the rows are the output's, and an expert's rows are the contraction.
     """
-    d, n, w = shape.hidden_size, shape.intermediate_size, shape.width
-    if kernel in WEIGHT_GRADS:
-        width_in, width_out = d, n if kernel == "down_proj_wgrad" else w
-    else:
-        width_in, width_out = _widths(kernel, d, n, w)
-    parts = 2 if kernel == "up_proj_act" and shape.is_gated else 1  # gate and up have the tile's columns each
+    width_in, width_out = gemm_widths(kernel, shape.hidden_size, shape.intermediate_size, shape.width)
     takes_hopper = gpu.capability == hopper.CAPABILITY and shape.element_bytes == 2
-    if takes_hopper and hopper.why_slower(kernel, width_in, width_out // parts) is None:
+    if takes_hopper and hopper.why_slower(kernel, width_in, width_out) is None:
         # Of short contractions, too: the rates are of times before they had others.
         tile = hopper.tile_of(kernel, max(width_in, _NOT_SHORT))
         unit = hopper.WARPGROUP_M if kernel in KINDS["rows"] else tile.block_m
         return tile.block_m, hopper.BLOCK_K if kernel in WEIGHT_GRADS else unit, tile.block_n
     gate_up = "concatenated" if shape.is_gated else None
-    portable = choose_tile(kernel, width_in, width_out // parts, shape.element_bytes, gpu, gate_up)
+    portable = choose_tile(kernel, width_in, width_out, shape.element_bytes, gpu, gate_up)
     unit = portable.block_k if kernel in WEIGHT_GRADS else portable.block_m
-    return portable.block_m, unit, portable.block_n * parts
+    return portable.block_m, unit, portable.block_n * _parts(kernel, shape)
 
 
 def row_tile(shape: MoEShape, gpu: Gpu) -> int:

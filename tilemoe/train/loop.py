@@ -42,7 +42,7 @@ from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkp
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.sharded_state import is_shared, make_stager
 from tilemoe.train.config import Recipe
-from tilemoe.train.datasets import DeviceBatch, device_batch, make_sampler
+from tilemoe.train.datasets import device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
 from tilemoe.train.finite import find_non_finite, first_bad_output, worst_gradient
 from tilemoe.train.job.collective import LATER_SECONDS, any_process, objects_of_processes, values_of_processes
@@ -293,7 +293,7 @@ class Trainer:
         losses, aux_losses, routed = [], [], []
         for part in range(parts):
             self._progress.mark()
-            batch = self._batch(self.step * parts + part)
+            batch = device_batch(self.sampler.batch(self.step * parts + part), self.device)
             begin_micro_batch(self.model, self.recipe.parallel, is_last=part == parts - 1)
             with self.autocast():
                 out = self.model(batch.inputs, batch.labels, documents=batch.documents, token_mask=batch.token_mask)
@@ -305,10 +305,6 @@ class Trainer:
             routed.append((out.tokens_per_expert.long(), out.pairs_per_expert.long(), out.router_entropy))
         stacked = _Routed(*map(torch.stack, zip(*routed, strict=True)))
         return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), stacked
-
-    def _batch(self, index: int) -> DeviceBatch:
-        """A micro-batch, being copied to the device."""
-        return device_batch(self.sampler.batch(index), self.device)
 
     def _require_finite(self, values: list[list[float]]) -> None:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):

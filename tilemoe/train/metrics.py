@@ -2,17 +2,9 @@
 
 Two kinds of record, told apart by ``kind``; everything except the ``RUN_FIELDS`` is a function of the recipe:
 
-* ``train``: step, tokens, nats_per_token (the loss: cross-entropy of the step's batches), aux_loss, lr, grad_norm,
-  lists with a number per MoE layer: expert_load (tokens of the busiest expert over the mean), expert_load_p95
-  (tokens that 95% of the experts do not exceed, over the mean), dead_experts (without a token in the step),
-  dropped_pairs and added_pairs (by token rounding, over the pairs of top-K), tile_waste (by how much rows padded to
-  the GPU's tiles exceed the rows: what token rounding saves), router_entropy (`tilemoe.routing.topk.router_entropy`),
-  rank_load (rows of the busiest of the processes that share its experts, over their mean); capacity (rows of a layer
-  that a process has room for), most_rows (that one received), both null where there is room for any number, repeats
-  (of steps and batches so far, for want of room); seconds, tokens_per_second (of all processes), mfu (see
-  `tilemoe.train.progress.Speed`; null where the device's rate is unknown);
-* ``eval``: step, nats_per_token and nats_per_byte (the loss on held-out text; the latter null where unknown), tokens,
-  whole_split (false: on a subset), tokens_per_expert (MoE layers x experts), seconds.
+* ``train``: the fields of `tilemoe.train.progress.StepStats`, and seconds, tokens_per_second and mfu
+  (`tilemoe.train.progress.Speed`);
+* ``eval``: step, the fields of `tilemoe.train.evaluate.Evaluation`, and seconds.
 """
 
 from __future__ import annotations
