@@ -92,8 +92,14 @@ def shrink(windows: Windows, rows: int) -> None:
 
 
 class Said(Reporter):
+    """Keeps what is said beside the lines of steps."""
+
     def __init__(self) -> None:
+        super().__init__(None, 1)
         self.lines: list[str] = []
+
+    def update(self, *numbers: object) -> None:
+        pass
 
     def say(self, line: str) -> None:
         self.lines.append(line)

@@ -21,14 +21,7 @@ from tilemoe.plots import run_figure
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
 from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
-from tilemoe.train.progress import (
-    Phases,
-    PlainReporter,
-    Reporter,
-    Speed,
-    StepStats,
-    TerminalReporter,
-)
+from tilemoe.train.progress import Phases, Reporter, Speed, StepStats, TerminalReporter
 from tilemoe.train.run import train
 from tilemoe.train.trackers import TensorBoard, WandB
 
@@ -212,7 +205,7 @@ def drive(reporter: Reporter) -> None:
 
 def test_plain_lines_come_every_log_every_steps_and_at_the_end() -> None:
     stream = io.StringIO()
-    drive(PlainReporter(stream, 2))
+    drive(Reporter(stream, 2))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["2/5", "4/5", "5/5"]
     assert lines[0] == "step 2/5  loss 1.2346 nats/token  34.1k tokens/s  load 1.50x  pad 4.1%  eta 1:01"

@@ -283,21 +283,15 @@ class Recipe:
         moe = self.model.moe
         if moe is None:
             raise ValueError("lora.modules has experts, of which a dense model has none; use --lora.modules attention")
-        if moe.precision != "bf16":
-            raise ValueError(
-                f"model.moe.precision {moe.precision!r} is not for experts with adapters; use --model.moe.precision "
-                "bf16, or --lora.modules attention"
-            )
-        if moe.save != "full":
-            raise ValueError(
-                f"model.moe.save {moe.save!r} is not for experts with adapters; use --model.moe.save full, or "
-                "--lora.modules attention"
-            )
-        if self.train.recompute is not None:
-            raise ValueError(
-                f"train.recompute {self.train.recompute!r} is not for experts with adapters; leave it out, use "
-                "--parallel.checkpointing block, or --lora.modules attention"
-            )
+        for name, value, served, fix in (
+            ("model.moe.precision", moe.precision, "bf16", "use --model.moe.precision bf16"),
+            ("model.moe.save", moe.save, "full", "use --model.moe.save full"),
+            ("train.recompute", self.train.recompute, None, "leave it out, use --parallel.checkpointing block"),
+        ):
+            if value != served:
+                raise ValueError(
+                    f"{name} {value!r} is not for experts with adapters; {fix}, or --lora.modules attention"
+                )
 
     def parallel_for(self, world_size: int) -> ParallelConfig:
         """``parallel`` for a job of ``world_size`` processes, with its sizes and what train.precision says filled in.

@@ -125,25 +125,12 @@ def _age(process: int | str) -> float:
 
 
 class Reporter:
-    """Where the loop tells what happens; this one says nothing, as processes of a job that leave the word to rank 0."""
+    """Where the loop tells what happens, with one line per ``log_every`` steps.
 
-    def start(self, step: int, steps: int) -> None:
-        pass
+    stream: None: nowhere, as processes of a job that leave the word to rank 0.
+    """
 
-    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-class PlainReporter(Reporter):
-    """One line per ``log_every`` steps."""
-
-    def __init__(self, stream: TextIO, log_every: int) -> None:
+    def __init__(self, stream: TextIO | None, log_every: int) -> None:
         self._stream, self._log_every, self._steps = stream, log_every, 0
 
     def start(self, step: int, steps: int) -> None:
@@ -154,7 +141,11 @@ class PlainReporter(Reporter):
             self.say(f"step {stats.step}/{self._steps}  {summary(stats, speed)}  eta {duration(seconds_left)}")
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        if self._stream is not None:
+            print(line, file=self._stream, flush=True)
+
+    def stop(self) -> None:
+        pass
 
 
 class TerminalReporter(Reporter):
@@ -190,6 +181,6 @@ class TerminalReporter(Reporter):
 
 def make_reporter(log_every: int, job: Job = ALONE) -> Reporter:
     """The reporter that suits the present standard output and this process' part in the job."""
-    if not job.is_first:
-        return Reporter()
-    return TerminalReporter(sys.stdout) if sys.stdout.isatty() else PlainReporter(sys.stdout, log_every)
+    if job.is_first and sys.stdout.isatty():
+        return TerminalReporter(sys.stdout)
+    return Reporter(sys.stdout if job.is_first else None, log_every)
