@@ -40,8 +40,7 @@ def parse(
 
     ``others``: options of the command that were taken out before, and may be meant by an unknown one.
 
-    Raises:
-        ValueError: an unknown option or a value that does not fit, on one line.
+    ValueError: an unknown option or a value that does not fit, on one line.
     """
     captured = io.StringIO()
     registry = tyro.constructors.ConstructorRegistry()

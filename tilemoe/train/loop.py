@@ -221,9 +221,8 @@ class Trainer:
 
         Until that is known, only gradients and random numbers have changed.
 
-        Raises:
-            NonFiniteLossError: before anything of the model or the optimiser has changed. Of a router's logits only the
-                process raises it that has them.
+        NonFiniteLossError: before anything of the model or the optimiser has changed. Of a router's logits only the
+        process raises it that has them.
         """
         train = self.recipe.train
         lr = learning_rate(self.step, train.steps, self.recipe.optim)

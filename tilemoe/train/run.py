@@ -135,9 +135,8 @@ def train(
 
     All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
 
-    Raises:
-        ValueError: settings, data, checkpoint and job do not fit together, found before the model is built; or, later,
-            training cannot go on. One line that names what and the fix.
+    ValueError: settings, data, checkpoint and job do not fit together, found before the model is built; or, later,
+        training cannot go on. One line that names what and the fix.
     """
     if recipe.lora is not None and checkpoint is None and init_from is None:
         raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")

@@ -43,8 +43,7 @@ def continue_text(
     With ``chat`` the prompt is a user's turn, and the text the answer alone. Stops early where
     ``model.config.max_seq_len`` is full. The same seed gives the same text on the same device.
 
-    Raises:
-        ValueError: the prompt is empty, or fills the model's context.
+    ValueError: the prompt is empty, or fills the model's context.
     """
     text, ends = (prompt, tokenizer.end_ids) if chat is None else chat.ask(prompt)
     ids = prompt_ids(tokenizer, text, model.config.max_seq_len, "prompt")

@@ -27,8 +27,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in ``run_dir/tensorboard``; steps from ``first_step`` on replace earlier ones.
 
-    Raises:
-        ModuleNotFoundError: TensorBoard is not installed.
+    ModuleNotFoundError: TensorBoard is not installed.
     """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:

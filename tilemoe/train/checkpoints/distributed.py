@@ -53,8 +53,7 @@ class PendingCheckpoint:
         group: of gloo and of all processes, made for this alone, as ``torch.distributed.new_group(backend="gloo")``.
         stager: of `make_stager`, used for one at a time.
 
-    Raises:
-        CheckpointError: the folder cannot be made.
+    CheckpointError: the folder cannot be made.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class PendingCheckpoint:
     def finish(self) -> Path:
         """Wait until it is published.
 
-        Raises:
-            CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
+        CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
         return self._published.result()
 
@@ -130,8 +128,7 @@ def verified(checkpoint: Checkpoint, job: Job) -> Iterator[None]:
     """The block reads the tensors of ``checkpoint``, whose files the processes of ``job`` share out to compare them
     meanwhile; for the last one all wait longer than for anything else.
 
-    Raises:
-        CheckpointError: in every process, where one finds a damaged file, or cannot use what it reads.
+    CheckpointError: in every process, where one finds a damaged file, or cannot use what it reads.
     """
     if job.is_alone:
         with checkpoint.compared():

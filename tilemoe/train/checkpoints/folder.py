@@ -100,8 +100,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``step_<state.step>`` and drop all but the ``keep_last`` newest checkpoints; returns its folder.
 
-    Raises:
-        CheckpointError: the write failed (full disk, lost mount); older checkpoints are untouched.
+    CheckpointError: the write failed (full disk, lost mount); older checkpoints are untouched.
     """
     target = step_dir(run_dir, state.step)
     temporary = temporary_of(target)
@@ -340,8 +339,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
     verify: False where `Checkpoint.compared` looks at the tensors' content while they are read.
 
-    Raises:
-        CheckpointError: a file is missing, cut short or changed; the message names it.
+    CheckpointError: a file is missing, cut short or changed; the message names it.
     """
     try:
         files, tensors = _read_manifest(path)

@@ -31,8 +31,7 @@ def trash_of(target: Path) -> Path:
 def make_temporary(target: Path) -> None:
     """Make the folder `temporary_of`; what interrupted writes have left is removed.
 
-    Raises:
-        OSError: as `clean_stale`, or it cannot be made, or ``target`` is there already.
+    OSError: as `clean_stale`, or it cannot be made, or ``target`` is there already.
     """
     if os.path.lexists(target):  # newer checkpoints were set aside before the run went on
         raise FileExistsError(errno.EEXIST, "something else has this checkpoint's name: move it away", str(target))
@@ -64,8 +63,7 @@ def discard(temporary: Path) -> None:
 def clean_stale(run_dir: Path) -> None:
     """Remove what an interrupted write or deletion left behind.
 
-    Raises:
-        FileExistsError: a file or a link has a name that a checkpoint needs; it is left as it is.
+    FileExistsError: a file or a link has a name that a checkpoint needs; it is left as it is.
     """
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         found = _NAME.fullmatch(path.name)

@@ -119,8 +119,7 @@ def _box(lows: Any, highs: Any, origin: Any) -> tuple[slice, ...]:
 def open_tensors(folder: Path, bytes_of_file: Mapping[str, int], told: Any) -> dict[str, StoredTensor]:
     """The tensors that a manifest tells of, ``told``, all in files that it lists with so many bytes.
 
-    Raises:
-        ValueError: it tells of what cannot be.
+    ValueError: it tells of what cannot be.
     """
     try:
         tensors = {name: _checked(folder, name, entry, bytes_of_file) for name, entry in dict(told).items()}

@@ -26,8 +26,7 @@ _CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 def read_pickled(path: Path) -> dict[str, Any]:
     """What it tells of tensors, as our manifests do, unchecked (see `tilemoe.train.checkpoints.metadata`).
 
-    Raises:
-        ValueError: PyTorch writes no such file.
+    ValueError: PyTorch writes no such file.
     """
     try:
         return _tensors(_value(read_bytes(path)))

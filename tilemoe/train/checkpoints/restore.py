@@ -33,8 +33,7 @@ from tilemoe.train.job.processes import ALONE, Job
 def select_device(name: str, job: Job = ALONE) -> torch.device:
     """``auto`` is a CUDA GPU if there is one, else the CPU; each process of a job on one machine has a GPU of its own.
 
-    Raises:
-        ValueError: ``cuda`` without a usable GPU, or more processes than GPUs.
+    ValueError: ``cuda`` without a usable GPU, or more processes than GPUs.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
@@ -169,8 +168,7 @@ class Restored:
 def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, Tokenizer]:
     """The model, for evaluation, and the tokenizer of a checkpoint, as `restore`, or of transformers' folder, in fp32.
 
-    Raises:
-        ValueError: there is none, it is damaged, or it is of an architecture that `DecoderLM` does not have.
+    ValueError: there is none, it is damaged, or it is of an architecture that `DecoderLM` does not have.
     """
     if not is_hf(path):
         restored = restore(path, device_name)
@@ -190,8 +188,7 @@ def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, 
 def restore(path: Path, device_name: str) -> Restored:
     """The model and the tokenizer of a run's newest checkpoint, or of one step's folder.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    CheckpointError: there is none, or it is damaged.
     """
     return read_newest(path, lambda: _restore(path, device_name))
 

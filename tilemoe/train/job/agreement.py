@@ -25,8 +25,7 @@ class DisagreementError(ValueError):
 def require_same(store: Store, job: Job, settings: Mapping[str, Any]) -> None:
     """All call it, with settings that JSON can hold.
 
-    Raises:
-        DisagreementError: in all of them, where one has other settings than rank 0; it names the first that differs.
+    DisagreementError: in all of them, where one has other settings than rank 0; it names the first that differs.
     """
     store.set(f"settings of {job.rank}", json.dumps(settings))
     if job.is_first:

@@ -152,8 +152,7 @@ def store_of_attempt(job: Job, timeout: int) -> Store:
     are gone. So the first names a part of it, together with the words by which it has heard of the others; those wait
     until it has heard the word that they have just made up, which no attempt before can have known.
 
-    Raises:
-        TimeoutError: not all came within ``timeout`` seconds.
+    TimeoutError: not all came within ``timeout`` seconds.
     """
     found, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=timedelta(seconds=timeout)))
     store, deadline, word = PrefixStore("attempts", found), time.monotonic() + timeout, secrets.token_hex(8)
