@@ -44,6 +44,7 @@ from tilemoe.data import Prepared, TokenShards, load_tokenizer
 from tilemoe.data.corpus import SPLITS
 from tilemoe.data.shards import ShardWriter, token_dtype, write_index
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
@@ -51,7 +52,7 @@ from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.shape import MoEShape
-from tilemoe.train.checkpoints.restore import compile_backend, select_device, set_dense_precision
+from tilemoe.train.checkpoints.restore import compile_backend, select_device
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.job.collective import joined, objects_of_processes
 from tilemoe.train.job.processes import Job
@@ -251,7 +252,8 @@ def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Jo
 def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[DecoderLM, str]:
     """(the model, its weights drawn on ``device`` and the same whoever computes it; the contestant's version)."""
     model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
-    set_dense_precision(model, recipe, device)
+    if recipe.train.dense_precision == "fp8":
+        quantize_projections(model, device)
     version = swap(model, name)
     generator = torch.Generator(device).manual_seed(recipe.train.seed)
     parallel = recipe.parallel_for(job.world_size)

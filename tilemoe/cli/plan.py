@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilemoe import plots
-from tilemoe.checks import expand_user, shown
+from tilemoe.checks import expand_user, shown, spelled
 from tilemoe.cli.batch import sequences_of
 from tilemoe.cli.parsing import parse
 from tilemoe.cli.plan_tables import adapter_lines, exchange_lines, layer_lines, other_lines, training_lines
@@ -32,6 +32,9 @@ from tilemoe.train.config import Recipe, Storage, load_recipe
 
 _PRESET = "olmoe-1b-7b"
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+_NOT_OF_LORA = ("mfu", "gpus", "expert_parallel", "global_batch", "tokens_per_day")
+_OF_TRAIN = ("seq_len", "checkpointing", "lora", *_NOT_OF_LORA)
+_OF_LORA = ("experts", "optim", "attention", "attention_rank")
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _SEQ_LEN, _MFU = 4096, 0.35
 _MOST = 1 << 31  # the plan's indices are int32
@@ -193,29 +196,18 @@ def _check(options: PlanOptions) -> None:
         options.gpus_per_host != PlanOptions.gpus_per_host or options.network_gbps is not None
     ):
         raise ValueError("--gpus-per-host and --network-gbps are for --hosts; give --hosts, too")
-    for name in (
-        "seq_len",
-        "mfu",
-        "gpus",
-        "expert_parallel",
-        "checkpointing",
-        "global_batch",
-        "tokens_per_day",
-        "lora",
+    for names, is_wanted, rule in (
+        (_OF_TRAIN, options.train, "is for a whole model in training; give --train, too"),
+        (_OF_LORA, options.lora is not None, "is for adapters on a whole model; give --train --lora RANK, too"),
+        (_NOT_OF_LORA, options.lora is None, "is not for --lora, which plans the memory of one GPU"),
     ):
-        if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
-            raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
-    for name in ("experts", "optim", "attention", "attention_rank"):
-        if getattr(options, name) != getattr(PlanOptions, name) and options.lora is None:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is for adapters on a whole model; give --train --lora RANK, too")
-    for name in ("mfu", "gpus", "expert_parallel", "global_batch", "tokens_per_day"):
-        if getattr(options, name) is not None and options.lora is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is not for --lora, which plans the memory of one GPU")
+        for name in names:
+            if getattr(options, name) != getattr(PlanOptions, name) and not is_wanted:
+                raise ValueError(f"--{spelled(name)} {rule}")
     for name in ("seq_len", "gpus", "expert_parallel", "lora", "attention_rank"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < _MOST:
-            raise ValueError(f"--{name.replace('_', '-')} must be >= 1 and below 2**31, got {shown(value)}")
+            raise ValueError(f"--{spelled(name)} must be >= 1 and below 2**31, got {shown(value)}")
     if options.mfu is not None and not 0 < options.mfu <= 1:
         raise ValueError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     if options.tokens_per_day is not None and not 0 < options.tokens_per_day < 1e30:

@@ -57,7 +57,7 @@ def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
     moe = model.moe
     if moe is None:
         return count_parameters(model)
-    per_expert = _expert_matrices(moe) + _expert_biases(moe)
+    per_expert = expert_matrices(moe) + _expert_biases(moe)
     idle_experts = model.num_moe_layers * (moe.num_experts - moe.num_experts_per_tok)
     return count_parameters(model) - idle_experts * per_expert
 
@@ -76,7 +76,7 @@ def _matrices(model: ModelSizes, *, active: bool) -> int:
         moe = model.moe
         experts = moe.num_experts_per_tok if active else moe.num_experts
         shared = moe.shared_intermediate_size * (3 if moe.is_gated else 2) + (1 if moe.shared_gate else 0)
-        layer = experts * _expert_matrices(moe) + d * moe.num_experts + d * shared
+        layer = experts * expert_matrices(moe) + d * moe.num_experts + d * shared
         total += model.num_moe_layers * layer
     return total
 
@@ -92,7 +92,8 @@ def _vectors(model: ModelSizes) -> int:
     return vectors + model.num_moe_layers * biases
 
 
-def _expert_matrices(moe: MoEConfig) -> int:
+def expert_matrices(moe: MoEConfig) -> int:
+    """Weights of one routed expert."""
     return (moe.up_rows + moe.intermediate_size) * moe.hidden_size
 
 

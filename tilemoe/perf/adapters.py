@@ -18,7 +18,7 @@ from typing import Any, Literal
 from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.slicing import widest
-from tilemoe.models.flops import count_parameters
+from tilemoe.models.flops import count_parameters, expert_matrices
 from tilemoe.models.sizes import ModelSizes, sizes_of, with_eager_attention
 from tilemoe.perf import training
 from tilemoe.perf.exchange import share_of
@@ -72,7 +72,7 @@ def adapter_parameters(tuning: Tuning) -> int:
 def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
     """Bytes by part, at the peak of a step with micro-batches of ``sequences``."""
     sizes, moe, tokens = sizes_of(tuning.model), tuning.moe, sequences * tuning.seq_len
-    of_experts = moe.num_experts * (moe.up_rows + moe.intermediate_size) * sizes.hidden_size
+    of_experts = moe.num_experts * expert_matrices(moe)
     experts, trained = sizes.num_moe_layers * of_experts, adapter_parameters(tuning)
     rest = count_parameters(sizes) - experts
     is_dense = tuning.experts == "dense"

@@ -23,6 +23,7 @@ from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, sa
 from tilemoe.models.flops import (
     count_active_parameters,
     count_parameters,
+    expert_matrices,
     flops_per_token,
     repeated_flops_per_token,
 )
@@ -65,7 +66,7 @@ class Setup:
     def expert_parameters(self) -> int:
         """Of all layers' routed experts."""
         moe = self.sizes.moe
-        return 0 if moe is None else self.sizes.num_moe_layers * moe.num_experts * _of_an_expert(moe)
+        return 0 if moe is None else self.sizes.num_moe_layers * moe.num_experts * expert_matrices(moe)
 
     @property
     def gathered_parameters(self) -> int:
@@ -171,13 +172,9 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
     dense = 3 * model.hidden_size * model.dense_intermediate_size if model.num_dense_layers else 0
     if moe is None:
         return attention + dense, 0
-    experts = moe.num_experts // setup.expert_parallel * _of_an_expert(moe)
+    experts = moe.num_experts // setup.expert_parallel * expert_matrices(moe)
     shared = moe.shared_intermediate_size * (3 if moe.is_gated else 2) * moe.hidden_size
     return attention + max(dense, experts + shared + moe.num_experts * moe.hidden_size), experts
-
-
-def _of_an_expert(moe: MoEConfig) -> int:
-    return (moe.up_rows + moe.intermediate_size) * moe.hidden_size
 
 
 def kept_bytes(setup: Setup, tokens: int) -> int:

@@ -83,6 +83,11 @@ def local_part(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return weight.to_local(), tuple(starts)
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """This process' part of ``tensor``, sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def shared_as(whole: Tensor, local: Tensor, *shape: int) -> Tensor:
     """A tensor of ``shape``, ``whole``'s if none is given, of which ``local`` is this process' part, as of ``whole``:
     the inverse of `local_part`.

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from tilemoe.runtime.random import local_of
 from tilemoe.runtime.tensors import largest_magnitude
 from tilemoe.train.optim import optimizer_tensors
 
@@ -25,7 +25,7 @@ def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     tensors = {**model.state_dict(), **({} if optimizer is None else optimizer_tensors(model, optimizer))}
     names, largest = [], []
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         if local.is_floating_point() and local.numel():
             names.append(name)
             largest.append(largest_magnitude(local))

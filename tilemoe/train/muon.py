@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
 from tilemoe.runtime.device import has_fast_gemm
+from tilemoe.runtime.random import local_of
 from tilemoe.train.config import OptimConfig
 
 _EPS = 1e-7  # the least norm that is divided by, as torch.optim.Muon's
@@ -108,7 +109,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         rows = parameters[0].shape[-2] // (2 if gate_up else 1)
         ratio = _lr_ratio(rows, parameters[0].shape[-1], group["adjust_lr_fn"])
         for parameter, direction in zip(parameters, [part] if is_stack else part.unbind(), strict=True):
-            local = _local(parameter)
+            local = local_of(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(direction, alpha=-group["lr"] * ratio)
 
@@ -118,7 +119,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, mean = _local(parameter.grad), _local(state["momentum_buffer"])
+        gradient, mean = local_of(parameter.grad), local_of(state["momentum_buffer"])
         mean.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean).bfloat16()
 
@@ -213,11 +214,6 @@ def _behind_stack(placement: Placement) -> Placement:
 def _dim(placement: Placement) -> int:
     """The dimension that is divided; -1: none."""
     return getattr(placement, "dim", -1)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part in this process, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _lr_ratio(rows: int, columns: int, adjust_lr_fn: str) -> float:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.layers.mlp import MLP
-from tilemoe.runtime.random import local_part, shared_as
+from tilemoe.runtime.random import local_of, shared_as
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
@@ -91,7 +91,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
     class _AdamW8bit(AdamW8bit):
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-            local = local_part(p)[0]
+            local = local_of(p)
             return shared_as(p, _zeros8bit(local, signed)) if in_blocks(p) else torch.zeros_like(p)
 
         @torch.no_grad()
@@ -111,8 +111,8 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
                     "exp_avg_sq": self._new_buffer(parameter, False),
                 }
             state["step"] += 1
-            shared = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-            local: list[Any] = [each.to_local() if isinstance(each, DTensor) else each for each in shared]
+            shared: list[Any] = [parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            local: list[Any] = [local_of(each) for each in shared]
             weight, gradient, *moments = local
             if not weight.numel():
                 return
@@ -189,7 +189,7 @@ def in_blocks(parameter: Tensor) -> bool:
 
 def blocks_like(parameter: Tensor) -> Tensor:
     """Memory for the scales of a moment that is `in_blocks`: shared as the parameter is, in the order of its rows."""
-    local = local_part(parameter)[0]
+    local = local_of(parameter)
     return shared_as(parameter, torch.empty(local.numel() // BLOCK, device=local.device), parameter.numel() // BLOCK)
 
 
@@ -201,7 +201,7 @@ def _zeros8bit(like: Tensor, is_signed: bool) -> Any:
 
 def _parts_of(moment: Tensor) -> dict[str, Tensor]:
     """Plain tensors by the end of their name: a moment of codes and scales in parts, any other whole, by ""."""
-    local: Any = local_part(moment)[0]
+    local: Any = local_of(moment)
     if not hasattr(local, "codes"):
         return {"": moment}
     scale = shared_as(moment, local.scale, moment.numel() // BLOCK)
@@ -212,9 +212,9 @@ def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
     """The inverse of `_parts_of`; ``name``: "exp_avg", whose codes have a sign, or "exp_avg_sq"."""
     if "" in parts:
         return parts[""]
-    codes = local_part(parts[".codes"])[0]
+    codes = local_of(parts[".codes"])
     made = _zeros8bit(codes, name == "exp_avg")
-    made.codes, made.scale = codes, local_part(parts[".scale"])[0]
+    made.codes, made.scale = codes, local_of(parts[".scale"])
     return shared_as(parts[".codes"], made)
 
 

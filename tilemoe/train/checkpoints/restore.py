@@ -109,26 +109,25 @@ def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HF
     return decoder
 
 
-def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) -> None:
-    """What ``recipe.train.dense_precision`` asks for on ``device``, before the model is compiled or sharded.
-
-    ValueError: a package that it needs is not installed.
-    """
-    if recipe.train.dense_precision == "fp8":
-        quantize_projections(model, device)
-
-
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
     """The recipe's model with its initial weights, the same on every device."""
     if isinstance(recipe.model, HFBase):
         return make_adapted(recipe, device, device)
-    model = make_decoder(recipe, device=device, recompute=recipe.train.recompute, frozen=frozen_dtype(recipe, device))
-    set_dense_precision(model, recipe, device)
+    model = _make_trained(recipe, device, device)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.set_checkpointing(recipe.parallel.checkpointing)
     backend = compile_backend(recipe)
     if backend is not None:
         model.compile_blocks(backend)
+    return model
+
+
+def _make_trained(recipe: Recipe, device: torch.device, home: torch.device) -> DecoderLM:
+    """The recipe's model to be trained on ``device``; its memory is on ``home``, as it was found."""
+    frozen = frozen_dtype(recipe, device)
+    model = make_decoder(recipe, device=home, recompute=recipe.train.recompute, frozen=frozen)
+    if recipe.train.dense_precision == "fp8":  # before it is compiled or sharded
+        quantize_projections(model, device)
     return model
 
 
@@ -147,9 +146,7 @@ def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> Decode
         adapted = make_adapted(recipe, device, torch.device("cpu"))
         shard_adapted(adapted, build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type))
         return adapted
-    frozen = frozen_dtype(recipe, device)
-    model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute, frozen=frozen)
-    set_dense_precision(model, recipe, device)
+    model = _make_trained(recipe, device, torch.device("meta"))
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
     generator = torch.Generator().manual_seed(recipe.train.seed)
     parallelize(model, meshes, device=device, generator=generator, compile_backend=compile_backend(recipe))

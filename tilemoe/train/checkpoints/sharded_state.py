@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
-from tilemoe.runtime.random import local_part
+from tilemoe.runtime.random import local_of, local_part
 from tilemoe.train.optim import (
     BLOCK,
     blocks_like,
@@ -169,10 +169,7 @@ def _rank() -> int:
 @torch.no_grad()
 def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
     """ValueError: a tensor is missing, of another shape, or of no target. Of tied ones there may be one."""
-    place_of = {
-        name: (target.to_local() if isinstance(target, DTensor) else target).data_ptr()
-        for name, target in targets.items()
-    }
+    place_of = {name: local_of(target).data_ptr() for name, target in targets.items()}
     tied = {place for name, place in place_of.items() if name in held}
     wanted = {name: t for name, t in targets.items() if name in held or place_of[name] not in tied}
     if differing := sorted(held.keys() ^ wanted.keys()):
