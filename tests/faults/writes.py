@@ -103,7 +103,8 @@ def checkpoint_read(folder: Path) -> Any:
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.zero_()
-    found.load_training(training.model, training.optimizer)
+    with found.compared():
+        found.load_training(training.model, training.optimizer)
     return found.state.step, training.digest(), load_tokenizer(found.tokenizer_spec).fingerprint
 
 

@@ -429,7 +429,7 @@ def check_two_verify_while_they_read() -> None:
     _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder_of_checkpoints, "compared", slow)
-        checkpoint = open_checkpoint(path, verify=False)
+        checkpoint = open_checkpoint(path)
         with verified(checkpoint, job):
             checkpoint.load_training(*training)
     _set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)

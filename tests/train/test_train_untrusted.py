@@ -70,11 +70,10 @@ def test_a_planted_file_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("is_verified", [True, False])
-def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, is_verified: bool) -> None:
-    assert open_checkpoint(checkpoint, verify=is_verified).state.step == 3
+def test_what_the_manifest_must_and_must_not_list(checkpoint: Path) -> None:
+    assert open_checkpoint(checkpoint).state.step == 3
     (checkpoint / "notes.txt").write_text("mine")  # is never read
-    assert open_checkpoint(checkpoint, verify=is_verified).state.step == 3
+    assert open_checkpoint(checkpoint).state.step == 3
     entries = file_entries(path for path in checkpoint.iterdir() if path.name != "manifest.json")
     outside = "lists '../manifest.json', which is not in the folder"
     for listed, message in (
@@ -84,7 +83,7 @@ def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, is_verified:
     ):
         (checkpoint / "manifest.json").write_bytes(manifest_of(listed))
         with raises_one_line(message, CheckpointError):
-            open_checkpoint(checkpoint, verify=is_verified)
+            open_checkpoint(checkpoint)
 
 
 def entries_of(folder: Path) -> set[str]:
@@ -300,7 +299,7 @@ def test_an_archive_that_describes_another_tensor(sharded: Path, told: dict[str,
     said = pickle.dumps((8, 1), 2)[2:-3]  # as torch.save writes the strides
     assert content.count(said) == 1
     other = pickle.dumps(tuple(strides), 2)[2:-3]
-    opened = open_checkpoint(sharded, verify=False)
+    opened = open_checkpoint(sharded)
     (sharded / "__0_0.distcp").write_bytes(content.replace(said, other, 1))
     with raises_one_line("is another tensor|shorter than argument|longer than argument|is cut short|is no tensor"):
         opened.open_tensors()[name][()]
@@ -350,7 +349,7 @@ def test_no_wrong_type_anywhere_is_a_traceback(
                 (sharded / name).write_bytes(canonical(whole | {"sha256": _digest(whole)}))
             told_of = ""
             try:
-                opened = open_checkpoint(sharded, verify=name == "state.json")
+                opened = open_checkpoint(sharded)
                 opened.require_bytes()
                 opened.load_training(model, optimizer)
             except (ValueError, OSError) as error:
@@ -389,14 +388,13 @@ def test_weights_that_are_not_finite_are_said_of_the_checkpoint(
         load_initial(build_model(dense_recipe, CPU), checkpoint)
 
 
-@pytest.mark.parametrize("is_verified", [True, False])
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_a_pipe_or_a_file_without_end_is_no_checkpoint(checkpoint: Path, name: str, is_verified: bool) -> None:
+def test_a_pipe_or_a_file_without_end_is_no_checkpoint(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.open("wb").truncate(1 << 40)):
         make(checkpoint / name)
         with pytest.raises((ValueError, OSError), match=name):
-            open_checkpoint(checkpoint, verify=is_verified)
+            open_checkpoint(checkpoint)
         if name == "state.json":
             with raises_one_line("no model can be read from it"):
                 read_recipe(checkpoint)

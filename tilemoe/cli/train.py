@@ -156,14 +156,14 @@ def _choose(
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    return recipe, find_latest(run_dir, verify=False)
+    return recipe, find_latest(run_dir)
 
 
 def _resume_from(path: Path, name: str | None, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
     from tilemoe.train.checkpoints.folder import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(path, verify=False)
+    checkpoint = resolve_checkpoint(path)
     run_dir = str(checkpoint.path.parent)
     base = checkpoint.state.recipe if name is None else load_recipe(name)
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)

@@ -206,7 +206,7 @@ def state_json(state: TrainState) -> bytes:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: every file has the size and the SHA-256 of the manifest; see `open_checkpoint`.
+    """A checkpoint as `open_checkpoint` gives it: of the tensors' files the content is still to be `compared`.
 
     files: what the manifest says of each file that it lists; no other file of the folder is read.
     tensors: where the manifest says a job's are; older ones' do not.
@@ -273,12 +273,12 @@ class Checkpoint:
         """Copy the weights and buffers into ``model``, on any device; of one that is shared, this process' part.
 
         Where the checkpoint's has no adapters, those of ``model`` stay as they are, and its experts may be stored in 4
-        bits. CheckpointError: a value is not finite.
+        bits. CheckpointError: as of `compared`, or a value is not finite.
         """
         is_plain = self.state.recipe.lora is None
         packed = packed_weights(model) if is_plain else {}
         absent = adapter_names(model) if is_plain else set()
-        with self._tensors() as held:
+        with self.compared(), self._tensors() as held:
             for weight, (module, names) in packed.items():
                 module.pack(weight.rpartition(".")[2], read_whole(held, weight))
                 absent |= {weight, *names}
@@ -287,7 +287,7 @@ class Checkpoint:
             self.refuse_non_finite(name)
 
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Weights, optimiser state and torch's random-number generators, bit for bit.
+        """Weights, optimiser state and torch's random-number generators, bit for bit; within `compared`.
 
         Any number of processes can read what one process or a job has written. Random numbers are those of the same
         rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
@@ -334,17 +334,15 @@ def _rng_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Verify a checkpoint folder completely and read its state.
-
-    verify: False where `Checkpoint.compared` looks at the tensors' content while they are read.
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint's state, and verify its folder but for the content of tensors (`Checkpoint.compared`).
 
     CheckpointError: a file is missing, cut short or changed; the message names it.
     """
     try:
         files, tensors = _read_manifest(path)
         require_sizes(path, files)
-        require_files(path, {name: e for name, e in files.items() if verify or not name.endswith(_OF_TENSORS)})
+        require_files(path, {name: entry for name, entry in files.items() if not name.endswith(_OF_TENSORS)})
     except ValueError as damage:
         raise _damaged(path, str(damage)) from None
     unlisted = sorted(name for name in _READ - files.keys() if (path / name).exists())
@@ -419,19 +417,19 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} is damaged: {what}; {fix}")
 
 
-def find_latest(run_dir: Path, *, verify: bool = True) -> Checkpoint | None:
+def find_latest(run_dir: Path) -> Checkpoint | None:
     """The run's newest checkpoint, None if the run has none; as `open_checkpoint`."""
     candidates = list_checkpoints(run_dir)
-    return open_checkpoint(candidates[-1], verify=verify) if candidates else None
+    return open_checkpoint(candidates[-1]) if candidates else None
 
 
-def resolve_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+def resolve_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder, by `find_latest`'s rules."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint: no folder {path}; give a run's folder or one of its step_* folders")
     if is_step_dir(path) or (path / MANIFEST_FILE).exists():
-        return open_checkpoint(path, verify=verify)
-    found = find_latest(path, verify=verify)
+        return open_checkpoint(path)
+    found = find_latest(path)
     if found is None:
         raise CheckpointError(f"checkpoint: {path} holds no step_* folder; give a run's folder or a step_* folder")
     return found

@@ -32,7 +32,7 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
         require_settings(folder)  # of the weights `load_initial` compares the content
         model, spec = _read_config(folder), hf_tokenizer(folder)
     else:
-        checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder, verify=False))  # `load_initial` verifies
+        checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder))
         if checkpoint.state.recipe.lora is not None:
             raise ValueError(
                 f"--init-from {folder} holds adapters, with which no other run begins; merge them by tilemoe export "

@@ -48,8 +48,8 @@ def _find(path: Path) -> Finding:
 
 def _of_checkpoint(path: Path) -> str:
     checkpoint = open_checkpoint(path)
-    if checkpoint.is_sharded:
-        with checkpoint.readable():
+    with checkpoint.compared(), checkpoint.readable():
+        if checkpoint.is_sharded:
             checkpoint.open_tensors()
     whose = "a job" if checkpoint.is_sharded else "one process"
     size = sum((path / name).stat().st_size for name in checkpoint.files)
