@@ -19,15 +19,7 @@ from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.sizes import with_eager_attention
 from tilemoe.ops import lora
 from tilemoe.perf import adapters
-from tilemoe.perf.adapters import (
-    BITS,
-    CARDS,
-    Tuning,
-    adapter_parameters,
-    largest_micro_batch,
-    memory_parts,
-    tuning_plan,
-)
+from tilemoe.perf.adapters import BITS, CARDS, Tuning, adapter_parameters, memory_parts, tuning_plan
 from tilemoe.perf.hardware import GPUS
 from tilemoe.routing.build import plan_topk
 from tilemoe.shape import MoEShape
@@ -163,10 +155,3 @@ def test_eager_attention_keeps_the_scores_of_gpt_oss() -> None:
     of_a_head = (mixer.kept - plain.kept) // 64  # gpt-oss-20b's heads
     of_scores = sum(size for size in saved.values() if size >= 2 * sequences * heads * length * length)
     assert of_scores == pytest.approx(2 * sequences * length * heads * of_a_head, rel=0.01)
-
-
-def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    tuning = Tuning(SIZES_PRESETS["olmoe-1b-7b"], H200, 16, 16, "nf4", "adamw", 4096, "block")
-    most = largest_micro_batch(tuning, 22e9)
-    assert most > 1
-    assert sum(memory_parts(tuning, most).values()) <= 22e9 < sum(memory_parts(tuning, most + 1).values())

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from helpers import losses, raises_one_line
 from test_train_initial import of_models, write_model
+from test_train_loop import data_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilemoe.cli.main import main
 from tilemoe.config import TokenRounding
-from tilemoe.data import PackedBatch, PackedDocuments, Prepared
+from tilemoe.data import PackedBatch, PackedDocuments
 from tilemoe.data.chat_encoder import ChatEncoder
 from tilemoe.data.conversations import Conversation
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,7 +29,7 @@ from tilemoe.train import sample
 from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import DataConfig, Recipe
-from tilemoe.train.datasets import device_batch, make_sampler, prepare_data
+from tilemoe.train.datasets import device_batch, make_sampler
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
@@ -69,10 +70,6 @@ def recipe(moe_recipe: Recipe, tmp_path: Path) -> Recipe:
         batch_size=2, too_long="skip", cache_dir=str(tmp_path / "cache"), heldout_every=4,
     )  # fmt: skip
     return replace(moe_recipe, model=replace(moe_recipe.model, moe=moe, max_seq_len=64), data=data)
-
-
-def data_of(recipe: Recipe) -> Prepared:
-    return prepare_data(recipe.data, recipe.data.tokenizer)
 
 
 @pytest.mark.parametrize("name", of_models("olmoe"))

@@ -13,7 +13,7 @@ import torch
 from helpers import timeless
 
 from tilemoe.config import TokenRounding
-from tilemoe.data import Prepared, prepare, sequential_windows
+from tilemoe.data import Prepared, sequential_windows
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE, MoEOutput
 from tilemoe.models.decoder import LMOutput
@@ -22,6 +22,7 @@ from tilemoe.train import loop
 from tilemoe.train.checkpoints.folder import list_checkpoints, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
+from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.finite import find_non_finite
 from tilemoe.train.loop import Trainer, expert_load
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def data_of(recipe: Recipe) -> Prepared:
-    return prepare(recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, recipe.data.heldout_every)
+    return prepare_data(recipe.data, recipe.data.tokenizer)
 
 
 def trainer_of(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Trainer:

@@ -17,7 +17,6 @@ from helpers import losses, raises_one_line, timeless
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, TokenRounding, to_dict
-from tilemoe.data import prepare
 from tilemoe.files import owned_folder
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.train import loop
@@ -25,6 +24,7 @@ from tilemoe.train import run as runs
 from tilemoe.train.checkpoints.folder import CheckpointError, find_latest, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model
 from tilemoe.train.config import Recipe
+from tilemoe.train.datasets import prepare_data
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
 from tilemoe.train.progress import StepStats
@@ -153,9 +153,8 @@ def group() -> Iterator[None]:
 
 
 def trainer_of(recipe: Recipe, shared: bool) -> Trainer:
-    data = prepare(recipe.data.corpus, "bytes", recipe.data.cache_path, recipe.data.heldout_every)
     model = build_shared_model(recipe, CPU, ALONE) if shared else build_model(recipe, CPU)
-    return Trainer(recipe, model, data, CPU)
+    return Trainer(recipe, model, prepare_data(recipe.data, "bytes"), CPU)
 
 
 @pytest.mark.usefixtures("group")
