@@ -77,15 +77,6 @@ class _Routed(NamedTuple):
     entropy: Tensor
 
 
-class _Gradients(NamedTuple):
-    """Of a step. values: of each process, of the losses, the norm, the room (`_ROOM`) and each layer; pairs (layers,
-    experts).
-    """
-
-    values: list[list[float]]
-    pairs: Tensor
-
-
 class Trainer:
     """Trains one model: holds the model, its optimiser and the position in the data.
 
@@ -231,7 +222,7 @@ class Trainer:
         values, pairs = self._room.until_it_fits(
             self._gradients,
             f"step {self.step + 1}",
-            lambda found: [row[_ROOM][:3] for row in found.values],
+            lambda found: [row[_ROOM][:3] for row in found[0]],
             self.optimizer.zero_grad,
             forwards=train.accumulation,
         )
@@ -254,8 +245,10 @@ class Trainer:
             self._room.learn(list(map(round, own)), most_rows[self.job.rank])
         return stats
 
-    def _gradients(self) -> _Gradients:
-        """Those of the next step, clipped."""
+    def _gradients(self) -> tuple[list[list[float]], Tensor]:
+        """Those of the next step, clipped. Returns of each process the losses, the norm, the room (`_ROOM`) and each
+        layer's numbers, and the pairs (layers, experts).
+        """
         with self._logits_in(f"step {self.step + 1}"), micro_batches(self.recipe.parallel):
             loss, aux_loss, routed = self._accumulate()
         self._progress.mark()
@@ -278,7 +271,7 @@ class Trainer:
         assert len(of_layers) == _PER_LAYER
         # The step's only device-to-host sync; the update then runs while the host launches the next step.
         found = torch.cat([own, self._room.overflow(), most_rows, *of_layers])
-        return _Gradients(values_of_processes(found, self.job), pairs)
+        return values_of_processes(found, self.job), pairs
 
     def _accumulate(self) -> tuple[Tensor, Tensor, _Routed]:
         """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and routing.

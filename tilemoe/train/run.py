@@ -354,9 +354,12 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
 
     write_result()
     if trainer.job.is_first and recipe.train.plot:
-        plot = _if_installed(lambda: _draw(run_dir, recipe.name, reporter), "plot", "plot", reporter)
+        make = partial(_unless_it_fails, lambda: draw(run_dir, recipe.name), "plot", reporter)
+        plot = _if_installed(make, "plot", "plot", reporter)
         phases.end("plot")
-    sample = _sample(trainer, reporter)
+    sample = None
+    if recipe.train.sample_tokens:
+        sample = _unless_it_fails(lambda: _sample(trainer), "sample", reporter)
     phases.end("sample")
     write_result()
     return RunResult(evaluation, sample, plot)
@@ -369,33 +372,27 @@ def draw(run_dir: Path, title: str) -> Path:
     return target
 
 
-def _draw(run_dir: Path, title: str, reporter: Reporter) -> Path | None:
-    """The plot; a run that is done does not fail for its sake."""
+def _unless_it_fails(make: Callable[[], Made], what: str, reporter: Reporter) -> Made | None:
+    """What ``make`` makes; a run that is done does not fail for its sake."""
     try:
-        return draw(run_dir, title)
+        return make()
     except (OSError, ValueError) as error:
-        reporter.say(f"no plot: {error}")
+        reporter.say(f"no {what}: {error}")
         return None
 
 
-def _sample(trainer: Trainer, reporter: Reporter) -> str | None:
-    """The prompt, continued, if the recipe asks for it; all processes of a job compute it."""
-    recipe = trainer.recipe
-    if not recipe.train.sample_tokens:
-        return None
-    try:
-        return continue_text(
-            trainer.model,
-            trainer.data.tokenizer,
-            recipe.train.sample_prompt,
-            recipe.train.sample_tokens,
-            temperature=_SAMPLE_TEMPERATURE,
-            top_k=_SAMPLE_TOP_K,
-            seed=recipe.train.seed,
-        ).text
-    except ValueError as error:
-        reporter.say(f"no sample: {error}")
-        return None
+def _sample(trainer: Trainer) -> str:
+    """The prompt, continued; all processes of a job compute it."""
+    settings = trainer.recipe.train
+    return continue_text(
+        trainer.model,
+        trainer.data.tokenizer,
+        settings.sample_prompt,
+        settings.sample_tokens,
+        temperature=_SAMPLE_TEMPERATURE,
+        top_k=_SAMPLE_TOP_K,
+        seed=settings.seed,
+    ).text
 
 
 def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[str, Any]:
