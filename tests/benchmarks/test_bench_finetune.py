@@ -14,13 +14,10 @@ from tilemoe.models.huggingface import load_hf
 
 
 @pytest.mark.parametrize(("case", "experts"), [("Qwen3-30B-A3B", "nf4_double"), ("gpt-oss-20b", "mxfp4")])
-def test_a_folder_and_its_first_step(
-    case: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_and_its_first_step(case: str, experts: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "DEVICE", "cpu")
     monkeypatch.setattr(finetune, "sources", lambda: [f"def f{number}(): return {number}\n" for number in range(4000)])
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    folder = tmp_path / "model"
+    folder = results / "model"
     finetune.main(["make", str(folder), "--case", case])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
@@ -29,11 +26,10 @@ def test_a_folder_and_its_first_step(
         with torch.no_grad():
             torch.testing.assert_close(load_hf(folder)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     finetune.main(["first", str(folder), "--case", case, "--experts", experts, "--tokens", "32", "--length", "16"])
-    (row,) = (json.loads(line) for line in (tmp_path / "results/finetune.jsonl").read_text().splitlines())
+    (row,) = record.rows("finetune")
     assert row["loss_difference"] < 1e-3
     assert row["gradients_apart"] < 3e-2  # bf16
     assert 0 < row["noise"] < 3e-2, "as far as transformers' own experts are"
-    capsys.readouterr()
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +45,7 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
 
 
 def test_quality_trains_each_storage_on_the_batches_of_each_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(folder: Path, args: argparse.Namespace) -> record.Row:
         texts = [json.loads(line)["text"] for line in args.corpus.read_text().splitlines()]
@@ -57,12 +53,10 @@ def test_quality_trains_each_storage_on_the_batches_of_each_seed(
         return {"losses": [1.0], "heldout": [1.0], "out": args.out}
 
     monkeypatch.setattr(finetune, "train", train)
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 4}')
     finetune.main(["quality", str(tmp_path), "--seeds", "2", "--out", str(tmp_path / "runs")])
-    rows = [json.loads(line) for line in (tmp_path / "results/finetune.jsonl").read_text().splitlines()]
+    rows = record.rows("finetune")
     expected = [(seed, experts) for seed in (0, 1) for experts in ("bf16", "nf4", "nf4_double")]
     assert [(row["seed"], row["experts"]) for row in rows] == expected
     assert len({row["out"] for row in rows}) == 6
     assert {(row["mode"], row["case"]) for row in rows} == {("quality", tmp_path.name)}
-    capsys.readouterr()
