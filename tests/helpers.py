@@ -72,7 +72,9 @@ def assert_all_close_to_reference(
 def from_hf_state_dict(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of ``DecoderLM(config)`` from hub-named tensors, or from experts stacked as in transformers 5."""
     shapes, state = huggingface._meta_state(config), {}
-    for piece, tensor in huggingface._matched(config, tensors, tensors.__getitem__):
+    huggingface._require_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
+    for piece in huggingface.pieces(config, tensors):
+        tensor = piece.of_theirs(tensors[piece.theirs])
         if piece.ours not in state:
             state[piece.ours] = tensor.new_empty(shapes[piece.ours].shape)
         piece.of_ours(state[piece.ours]).copy_(tensor.detach())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,32 +62,29 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
     return {piece.theirs: piece.of_ours(state[piece.ours]) for piece in pieces(model.config)}
 
 
-def _matched(
-    config: ModelConfig, names: Collection[str], read: Callable[[str], Tensor]
-) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece of our parameters with the checkpoint's tensor for it, read one at a time; ``names`` are the hub's, or
-    those of experts stacked as in transformers 5. ValueError: a tensor is missing, unknown, or of the wrong shape; the
-    message names it.
+def _require_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """ValueError: a checkpoint's tensor is missing, unknown, or of the wrong shape; the message names it.
+
+    ``shapes`` by the hub's names, or those of experts stacked as in transformers 5.
     """
     hf_config_dict(config)
     taken: set[str] = set()
-    for piece in pieces(config, names):  # before anything is made of as many layers as config.json claims
-        if piece.theirs not in names:
+    for piece in pieces(config, shapes):  # before anything is made of as many layers as config.json claims
+        if piece.theirs not in shapes:
             raise ValueError(
                 f"{piece.theirs}: this tensor is missing from the checkpoint; is it of this configuration?"
             )
         taken.add(piece.theirs)
     parameters = _meta_state(config)
-    for piece in pieces(config, names):
-        tensor = piece.of_theirs(read(piece.theirs))
-        expected = tuple(piece.of_ours(parameters[piece.ours]).shape)
-        if tuple(tensor.shape) != expected:
+    for piece in pieces(config, shapes):
+        found = piece.of_theirs(torch.empty(shapes[piece.theirs], device="meta")).shape
+        expected = piece.of_ours(parameters[piece.ours]).shape
+        if found != expected:
             raise ValueError(
-                f"{piece.theirs} must be {expected} as the configuration says, but the checkpoint gives "
-                f"{tuple(tensor.shape)}"
+                f"{piece.theirs} must be {tuple(expected)} as the configuration says, but the checkpoint gives "
+                f"{tuple(found)}"
             )
-        yield piece, tensor
-    unknown = sorted(set(names) - taken - ({"lm_head.weight"} if config.tie_embeddings else set()))
+    unknown = sorted(shapes.keys() - taken - ({"lm_head.weight"} if config.tie_embeddings else set()))
     if unknown:
         raise ValueError(f"{unknown[0]}: the configuration has no such tensor")
 
@@ -185,24 +182,23 @@ def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype
     """`load_hf` of a folder, without its warnings and unchecked."""
     config = read_config(path)
     with opened(path) as file_of, torch.no_grad():
-        _require_shapes(config, file_of)
+        _require_shapes(config, _shapes(file_of))
         model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
         parameters = model.state_dict()
-        for piece, tensor in _matched(config, file_of, lambda name: _tensor(file_of, name, device or "cpu")):
-            piece.of_ours(parameters[piece.ours]).copy_(tensor)
+        for piece in pieces(config, file_of):
+            tensor = _tensor(file_of, piece.theirs, device or "cpu")
+            piece.of_ours(parameters[piece.ours]).copy_(piece.of_theirs(tensor))
     return model
 
 
 def require_weights(folder: Path, config: ModelConfig) -> None:
-    """ValueError, as `_matched`, by the files' headers alone: before memory of the sizes that config.json claims."""
+    """ValueError, as `_require_shapes`: before memory is taken of the sizes that config.json claims."""
     with opened(folder) as file_of:
-        _require_shapes(config, file_of)
+        _require_shapes(config, _shapes(file_of))
 
 
-def _require_shapes(config: ModelConfig, file_of: dict[str, Any]) -> None:
-    shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
-    for _ in _matched(config, shapes, lambda name: torch.empty(shapes[name], device="meta")):
-        pass
+def _shapes(file_of: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
 
 
 def whole_parameters(
@@ -211,18 +207,19 @@ def whole_parameters(
     """Each of our parameters by name, assembled on ``device`` from the folder's tensors; memory holds one at a time.
 
     Raises:
-        ValueError: as `_matched`, or a file is missing or damaged.
+        ValueError: as `_require_shapes`, or a file is missing or damaged.
     """
     name, whole = "", torch.empty(0)
     with opened(folder) as file_of:
-        _require_shapes(config, file_of)
+        _require_shapes(config, _shapes(file_of))
         shapes = _meta_state(config)
-        for piece, tensor in _matched(config, file_of, lambda name: _tensor(file_of, name, device)):
+        for piece in pieces(config, file_of):
+            tensor = _tensor(file_of, piece.theirs, device)
             if piece.ours != name:  # the pieces of a parameter are consecutive
                 if name:
                     yield name, whole
                 name, whole = piece.ours, tensor.new_empty(shapes[piece.ours].shape)
-            piece.of_ours(whole).copy_(tensor)
+            piece.of_ours(whole).copy_(piece.of_theirs(tensor))
     yield name, whole
 
 
