@@ -29,10 +29,10 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.ops import inference
 from tilemoe.testing import relative_error
 
+pytestmark = pytest.mark.usefixtures("registered")
 LAYOUTS = [MixtralExperts, OpenAIPrivacyFilterExperts, MiniMaxM3VLExperts, NemotronHExperts]
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("shape", [(T, D), (2, T // 2, D)])
 def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,6 @@ def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], mo
     assert torch.equal(found, expected)
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("kind", LAYOUTS[:2])
 @pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32])
 def test_tokens_of_another_dtype_are_cast_to_the_weights_as_grouped_mm_does(
@@ -64,7 +63,6 @@ def test_tokens_of_another_dtype_are_cast_to_the_weights_as_grouped_mm_does(
     assert_near([t.float() for t in ours], eager, 1.5e-2)
 
 
-@pytest.mark.usefixtures("registered")
 def test_a_changed_gate_is_seen() -> None:
     module = experts(MiniMaxM3VLExperts)
     before = run(module, "tilemoe", *routing())[0]
@@ -96,7 +94,6 @@ def _gelu_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
     return nn.functional.gelu(gate) * up
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_activation_whose_own_number_is_changed_is_tried_again(compiled: bool) -> None:
     torch._dynamo.reset()
@@ -112,7 +109,6 @@ def test_an_activation_whose_own_number_is_changed_is_tried_again(compiled: bool
         run(module, "tilemoe", *routing())
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("of_class", [False, True])
 def test_a_gate_that_is_put_in_place_is_tried_again(of_class: bool, compiled: bool) -> None:
@@ -132,7 +128,6 @@ def test_a_gate_that_is_put_in_place_is_tried_again(of_class: bool, compiled: bo
     assert_near(run(module, "tilemoe", *routing()), expected, 1e-5)
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("training", [False, True])
 def test_an_activation_that_is_another_in_training_is_refused_in_either_mode(training: bool) -> None:
     module = experts(MixtralExperts).train(training)
@@ -142,7 +137,6 @@ def test_an_activation_that_is_another_in_training_is_refused_in_either_mode(tra
     assert {part.training for part in module.modules()} == {training}
 
 
-@pytest.mark.usefixtures("registered")
 def test_experts_of_two_ranks_add_up_to_all() -> None:
     """As under transformers' expert parallelism: ids count from the rank's first; one past its last means elsewhere."""
     x, ids, scores = routing()
@@ -166,7 +160,6 @@ def test_experts_of_two_ranks_add_up_to_all() -> None:
     assert_near(sums, expected[:3], 1e-5)
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("kind", [MixtralExperts, MiniMaxM3VLExperts])
 def test_layers_that_were_tried_share_what_is_compiled(kind: type[nn.Module]) -> None:
     """PyTorch compiles a code eight times, so that the ninth layer with a graph of its own would run uncompiled."""
@@ -222,7 +215,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name_with_what_works_instead(case: str) -> None:
     make, message = REFUSED[case]
@@ -230,7 +222,6 @@ def test_refused_by_name_with_what_works_instead(case: str) -> None:
         make()(*routing())
 
 
-@pytest.mark.usefixtures("registered")
 def test_fp8_experts_are_refused() -> None:
     made_up = type("MadeUpFP8", (FP8Experts,), {})  # the decorator changes the class that it is given
     kind = use_experts_implementation(made_up, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
@@ -239,7 +230,6 @@ def test_fp8_experts_are_refused() -> None:
         module(*routing())
 
 
-@pytest.mark.usefixtures("unregistered_after")
 def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
     models = [FAMILIES[family].make(experts_implementation="eager") for family in ("mixtral", "olmoe")]
     assert integration.use(nn.ModuleList(models)) == 4
@@ -252,7 +242,6 @@ def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
     assert models[0].config._experts_implementation == "eager"
 
 
-@pytest.mark.usefixtures("unregistered_after")
 def test_a_model_that_fsdp_shards(one_process: DeviceMesh) -> None:
     model = FAMILIES["qwen3_moe"].make(experts_implementation="eager")
 
@@ -274,7 +263,6 @@ def test_a_model_that_fsdp_shards(one_process: DeviceMesh) -> None:
         integration.use(model)
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("shape", [(T, D), (2, T // 2, D)], ids=str)
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 def test_the_output_of_experts_given_to_fsdp_may_be_changed_in_place(
@@ -297,7 +285,6 @@ def test_use_refuses_a_name() -> None:
         integration.use("allenai/OLMoE-1B-7B-0924")  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("unregistered_after")
 @pytest.mark.parametrize("kind", ["Llama", "SwitchTransformers"])
 def test_use_refuses_a_model_without_experts_to_choose(kind: str) -> None:
     small = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_experts": 2}
@@ -308,6 +295,7 @@ def test_use_refuses_a_model_without_experts_to_choose(kind: str) -> None:
 
 
 def test_unregistered_transformers_is_as_it_was() -> None:
+    integration.unregister()
     tables = (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS)
     before = [dict(table) for table in tables]
     classes = [dict(type(table)._global_mapping) for table in tables]

@@ -10,10 +10,9 @@ from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("registered")]
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_errs_no_more_than_eager(family: str) -> None:
     """hidden_size 32 and expert widths 24 and 16: multiples of 8, which the Triton kernels take."""
@@ -32,7 +31,6 @@ def test_bf16_errs_no_more_than_eager(family: str) -> None:
     assert errors["tilemoe"] < 2 * errors["eager"]
 
 
-@pytest.mark.usefixtures("registered")
 def test_generate_in_bf16_calls_nothing_else() -> None:
     model = FAMILIES["qwen3_moe"].make().to("cuda", torch.bfloat16)
     integration.use(model)
@@ -41,7 +39,6 @@ def test_generate_in_bf16_calls_nothing_else() -> None:
     assert model.config._experts_implementation == "tilemoe"
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("count", [1, 3, 200])
 def test_one_call_for_inference_gives_what_the_operators_give(family: str, count: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import saved_tensors, watch_kernels
+from test_ops_lora import plan_of
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,11 +22,6 @@ from tilemoe.shape import MoEShape
 from tilemoe.testing import assert_equal, forward_and_grads, make_inputs
 
 INDEX_FIELDS = ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert")
-
-
-def topk_plan(tokens: int, experts: int, k: int) -> RoutingPlan:
-    ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :k]
-    return plan_topk(ids, experts)
 
 
 def pairs_plan(tokens: int, experts: int, pairs: int) -> RoutingPlan:
@@ -58,7 +54,7 @@ def held_bytes(tensors: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("plan", [topk_plan(24, 6, 3), pairs_plan(24, 6, 70)], ids=["topk", "pairs"])
+@pytest.mark.parametrize("plan", [plan_of(24, 6, 3), pairs_plan(24, 6, 70)], ids=["topk", "pairs"])
 def test_saved_are_exactly_x_h_scores_and_the_plan(plan: RoutingPlan, activation: str, bias: bool) -> None:
     d, n = 64, 8
     width = n * (2 if activation == "swiglu" else 1)
@@ -85,7 +81,7 @@ def test_memory_does_not_grow_with_granularity() -> None:
     """n halves and K doubles: h stays the same, and only indices and scores grow."""
     sizes = []
     for n, k, experts in ((64, 1, 8), (32, 2, 16), (16, 4, 32), (8, 8, 64)):
-        plan = topk_plan(32, experts, k)
+        plan = plan_of(32, experts, k)
         inputs = leaves(plan, 128, n)
         kept = [t for t in saved_by(plan, inputs) if not is_among(t, list(inputs.values()))]
         (h,) = [t for t in kept if t.is_floating_point()]
@@ -94,7 +90,7 @@ def test_memory_does_not_grow_with_granularity() -> None:
     assert sizes == [4 * 32 * 64] * 4
 
 
-@pytest.mark.parametrize("plan", [topk_plan(24, 6, 3), pairs_plan(24, 6, 70)], ids=["topk", "pairs"])
+@pytest.mark.parametrize("plan", [plan_of(24, 6, 3), pairs_plan(24, 6, 70)], ids=["topk", "pairs"])
 def test_recomputing_keeps_no_h(plan: RoutingPlan) -> None:
     inputs = leaves(plan, 64, 8, bias=True)
     kept = [t for t in saved_by(plan, inputs, recompute="up_proj") if not is_among(t, list(inputs.values()))]
@@ -112,7 +108,7 @@ def h_of(o: Tensor, plan: RoutingPlan, width: int) -> StorageWeakRef:
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_h_is_gone_once_b1_has_read_it(dtype: torch.dtype, retain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = topk_plan(24, 6, 3)
+    plan = plan_of(24, 6, 3)
     inputs = leaves(plan, 32, 8, dtype=dtype, bias=True)
     alive: dict[str, bool] = {}
     o = moe(plan=plan, **inputs)

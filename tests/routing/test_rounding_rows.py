@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_checks import assert_routes_as_the_reference, random, seeded
+from test_rounding_route import TILE, config
 from torch import Tensor
 
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
@@ -18,13 +19,7 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.rounding import row_capacity
 from tilemoe.routing.topk import Routing, route
 
-TILE = 16
 SIGMOID = RouterConfig(score="sigmoid")
-
-
-def config(mode: str, experts: int, k: int, router: RouterConfig | None = None) -> MoEConfig:
-    rounding = TokenRounding(mode, TILE)  # type: ignore[arg-type]
-    return MoEConfig(8, 8, experts, k, router=router or RouterConfig(), rounding=rounding)
 
 
 def tokens_of_expert(routing: Routing) -> list[list[int]]:
