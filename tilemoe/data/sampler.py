@@ -106,8 +106,13 @@ def sequential_windows(
     targets of -100, so that all batches have one shape. ``windows``: only these, numbered from 0.
     """
     check_sizes(seq_len, batch_size)
-    if windows is None:
-        windows = np.arange(-(-shards.num_tokens // seq_len))
+    everything = np.arange(-(-shards.num_tokens // seq_len))
+    return _sequential_windows(shards, seq_len, batch_size, everything if windows is None else windows)
+
+
+def _sequential_windows(
+    shards: TokenShards, seq_len: int, batch_size: int, windows: NDArray[np.int64]
+) -> Iterator[Batch]:
     for first in range(0, windows.size, batch_size):
         inputs = np.full((batch_size, seq_len), shards.separator_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORED_TARGET)
