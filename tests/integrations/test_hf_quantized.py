@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.modeling import id_tensor_storage
 from helpers import LargestTensor, assert_near, raises_one_line, redraw
 from hf_models import COMMON, FAMILIES, Family, T, experts, routing, step, tokens
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -223,6 +224,10 @@ def test_casts_copies_and_kbit_training_leave_the_bits() -> None:
         assert len(weights) == 4
         assert {weight.dtype for weight in weights} == {torch.float32}
         assert_equal([t for weight in weights for t in weight.tensors()], bits)
+    plain = sum(p.nbytes for p in model.parameters() if not isinstance(p, FrozenWeight))
+    assert model.get_memory_footprint(return_buffers=False) == plain + sum(t.nbytes for t in bits)
+    with pytest.raises(ValueError, match="save the adapters, or call save_pretrained"):
+        id_tensor_storage(weights[0])
     peft = adapted(model)
     want = step(peft)[0]
     model.bfloat16()

@@ -124,6 +124,10 @@ class FrozenWeight(Tensor):
             return weight.with_product(LowRank(left, right, kwargs["alpha"]))
         if func is Tensor.numpy:  # TRL hashes a reference model so
             return args[0].dense().numpy()
+        if func is Tensor.element_size:  # a fraction of a byte, by which transformers tells what a model takes
+            return sum(tensor.nbytes for tensor in args[0].tensors()) / args[0].numel()
+        if func in (Tensor.untyped_storage, Tensor.storage):  # accelerate's save_state, for safetensors
+            raise ValueError("safetensors does not hold a weight in 4 bit; save the adapters, or call save_pretrained")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
@@ -134,7 +138,7 @@ class FrozenWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         weight, aten = args[0], torch.ops.aten
         if isinstance(weight, FrozenWeight):
-            if func in (aten.detach.default, aten.alias.default):
+            if func in (aten.detach.default, aten.alias.default) or func.name() in _WAITS:
                 return weight.mapped(Tensor.detach)
             if func is aten.clone.default:
                 return weight.mapped(Tensor.clone)
@@ -163,6 +167,18 @@ def _copy(weight: FrozenWeight, other: FrozenWeight, *_: Any) -> FrozenWeight:
     return weight
 
 
+def _gathered(weight: FrozenWeight, *args: Any) -> FrozenWeight:
+    """The experts of all processes, of which a full state dict consists."""
+
+    def whole(shard: Tensor) -> Tensor:
+        return _C10D.wait_tensor(_C10D.all_gather_into_tensor(shard, *args))
+
+    return weight.mapped(lambda t: whole(t) if t.is_contiguous() else whole(t.mT).mT)
+
+
+_C10D = torch.ops._c10d_functional
+# Of what has been gathered, for which `_gathered` waits; not every release of PyTorch has the second.
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 # How FSDP2 shares a weight by experts. Its flat view is never read: `fsdp_pre_all_gather` gives what is gathered.
 _SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -172,6 +188,7 @@ _SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         torch.ops.aten.copy_.default: _copy,
         torch.ops.aten.view.default: lambda w, *_: w.mapped(Tensor.detach),
         torch.ops.aten.as_strided.default: lambda w, *_: w.mapped(Tensor.detach),
+        _C10D.all_gather_into_tensor.default: _gathered,
     }
 )
 

@@ -115,10 +115,8 @@ def use(model: nn.Module) -> int:
             )
     for owner in owners:
         owner.set_experts_implementation(NAME)
-    for module in modules.values():
-        config: Any = module.config
-        if config._experts_implementation != NAME:  # a copy of experts has one of its own, which the model cannot reach
-            config._experts_implementation = NAME
+    for module in modules.values():  # a copy of experts has a configuration of its own, which the model cannot reach
+        module.config._experts_implementation = NAME  # type: ignore[union-attr]
     for name in modules:
         block = model.get_submodule(outermost(name).rpartition(".")[0])
         if _take_adapters not in block._forward_pre_hooks.values():
