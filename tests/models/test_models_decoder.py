@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from helpers import raises_one_line, tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._subclasses import FakeTensorMode
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.layers.attention import KVCache
 from tilemoe.layers.moe import MoE
+from tilemoe.models import decoder
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
 from tilemoe.testing import assert_equal, relative_error
@@ -137,6 +139,29 @@ def test_a_deep_copy_of_compiled_blocks_computes_its_own() -> None:
                 parameter.mul_(0.5)
     torch.testing.assert_close(gradients(copied, inputs, labels), gradients(plain, inputs, labels))
     torch.testing.assert_close(gradients(model, inputs, labels), gradients(make(), inputs, labels))
+
+
+def test_all_graphs_of_compiled_blocks_can_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, compiler = [], torch.compile
+
+    def compiled(run: Any, options: dict[str, Any]) -> Any:
+        def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:
+            with torch._inductor.config.patch(options):
+                check_cacheable(graph)
+            graphs.append({node.target for node in graph.graph.nodes})
+            return graph.forward
+
+        return compiler(run, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(decoder, "_compiled_body", decoder._compiled_body.__wrapped__)
+    model, (inputs, labels) = make(), batch()
+    model.compile_blocks("inductor")
+    for trains in (True, False):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(trains):
+            model(inputs, labels)
+    called = set().union(*graphs)
+    assert {torch.ops.higher_order.autograd_function_apply, torch.amp.autocast_mode._enter_autocast} <= called
 
 
 def test_exports() -> None:

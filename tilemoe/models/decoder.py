@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tilemoe.activations import activation_spec
 from tilemoe.checks import require_choice, require_type
 from tilemoe.config import CHECKPOINTING_MODES, ModelConfig
+from tilemoe.files import digest_of_sources
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
@@ -159,7 +161,15 @@ class Block(nn.Module):
 @lru_cache
 def _compiled_body(backend: str) -> Callable[..., BlockOutput]:
     """`Block.body` under torch.compile, for all blocks: a block that kept it could not be pickled."""
-    return torch.compile(Block.body, backend=backend)
+    if backend != "inductor":
+        return torch.compile(Block.body, backend=backend)
+    # AOTAutograd caches no graph with these unless it is told to, though its key has their arguments and their bodies.
+    # It lacks what our operators' backwards become, so the value, a part of it, tells our sources.
+    autocast = map("amp.autocast_mode._{}_autocast".format, ("enter", "exit"))
+    names = (f"torch.{name}" for name in ("ops.higher_order.autograd_function_apply", *autocast))
+    cacheable = dict.fromkeys(names, digest_of_sources(Path(__file__).parents[1]))
+    options: dict[str, Any] = {"unsafe_marked_cacheable_functions": cacheable}
+    return torch.compile(Block.body, options=options)
 
 
 class DecoderLM(nn.Module):
