@@ -305,11 +305,16 @@ def check_a_write_that_tells_places_in_its_file_alone() -> None:
 def check_a_failing_write() -> None:
     """One line in every process, wherever it failed, and the older checkpoint stays what it was."""
     training, folder = make("adamw", MESHES["FSDP"]), run_dir() / "adamw"
-    for rank, owner, name in ((1, FileSystemWriter, "write_data"), (0, distributed_checkpoint, "publish")):
+    for rank, owner, name, fault in (
+        (1, FileSystemWriter, "write_data", _full_disk),
+        (1, distributed_checkpoint, "file_entries", _full_disk),
+        (0, distributed_checkpoint, "publish", _full_disk),
+        (0, distributed_checkpoint, "publish", _defect),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == rank:
-                patch.setattr(owner, name, _full_disk)
-            with raises_one_line(r"could not write .*No space left.*step_00000002", CheckpointError):
+                patch.setattr(owner, name, fault)
+            with raises_one_line(r"could not write .*(rank \d: .*No space left|TypeError).*_00000002", CheckpointError):
                 save(folder, recipe_of("adamw"), 4, training)
         dist.barrier()
         assert not list(folder.glob(".tmp-*"))
@@ -317,6 +322,10 @@ def check_a_failing_write() -> None:
         dist.barrier()
     assert find_latest(folder) is not None
     dist.barrier()
+
+
+def _defect(*args: Any, **kwargs: Any) -> None:
+    raise TypeError
 
 
 def _full_disk(*args: Any, **kwargs: Any) -> None:

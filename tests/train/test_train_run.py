@@ -19,6 +19,7 @@ from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, TokenRounding, to_dict
 from tilemoe.files import owned_folder
 from tilemoe.layers.norm import RMSNorm
+from tilemoe.routing.topk import NonFiniteLogitsError
 from tilemoe.train import loop
 from tilemoe.train import run as runs
 from tilemoe.train.checkpoints.folder import CheckpointError, find_latest, open_checkpoint
@@ -27,7 +28,7 @@ from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
-from tilemoe.train.progress import StepStats
+from tilemoe.train.progress import StepStats, make_reporter
 from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumable, train
 
 
@@ -197,6 +198,31 @@ def test_fp32_is_fp32_throughout(moe_recipe: Recipe) -> None:
     trainer, expected = trainer_of(moe_recipe, True), trainer_of(moe_recipe, False)
     for _ in range(3):
         assert trainer.train_step().nats_per_token == pytest.approx(expected.train_step().nats_per_token, rel=1e-6)
+
+
+@pytest.mark.parametrize("error", [ValueError("of one process"), NonFiniteLogitsError("logits are not finite")])
+def test_a_checkpoint_on_its_way_is_kept_whatever_fails(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Of a job: the others go on with their part of it, in threads."""
+
+    class Pending:
+        def finish(self) -> None:
+            (trainer.run_dir / "step_00000001").mkdir()
+            raise RuntimeError("lost, and no word of it")
+
+    def fails() -> None:
+        raise error
+
+    trainer = trainer_of(moe_recipe, shared=False)
+    trainer.run_dir.mkdir()
+    trainer._pending, trainer.seconds_of_saves = Pending(), [0.0]  # type: ignore[assignment]
+    monkeypatch.setattr(trainer, "_accumulate", fails)
+    monkeypatch.setattr(trainer, "_origin", str)
+    told = "the last checkpoint is .*step_00000001" if isinstance(error, NonFiniteLogitsError) else "of one process"
+    with raises_one_line(told):
+        runs._fit(trainer, make_reporter(1), lambda: False)  # type: ignore[arg-type]
+    assert list(trainer.run_dir.glob("step_*"))
 
 
 def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:

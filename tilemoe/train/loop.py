@@ -201,11 +201,16 @@ class Trainer:
         self.seconds_of_saves.append(self.phases.end("saves"))
 
     def finish_save(self) -> None:
-        """Wait for a checkpoint that is being written, and publish it; all processes of a job call it together."""
+        """Wait until a checkpoint that is being written is published."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
             self.seconds_of_saves[-1] += self.phases.end("saves")
+
+    def keep_save(self) -> None:
+        """As `finish_save`, of a process that fails of something else, whatever becomes of the checkpoint."""
+        with suppress(Exception):
+            self.finish_save()
 
     def train_step(self) -> StepStats:
         """One optimiser step over ``accumulation`` micro-batches, repeated where rows did not fit.
@@ -302,7 +307,6 @@ class Trainer:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
             for rank, row in enumerate(values):
                 if not abs(row[index]) < float("inf"):
-                    self.finish_save()
                     whose = "" if self.job.is_alone else f" of rank {rank}"
                     what = f"the {name}{whose} became {row[index]}{self._origin()}"
                     raise NonFiniteLossError(f"{what} in step {self.step + 1}; {self._remedy()}")
@@ -336,6 +340,7 @@ class Trainer:
 
     def _remedy(self) -> str:
         """What to go on from, and with which settings."""
+        self.keep_save()
         saved = list_checkpoints(self.run_dir)
         last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
         return f"{last}; lower optim.lr or optim.grad_clip, or raise optim.warmup_steps"

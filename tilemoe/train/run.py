@@ -238,8 +238,10 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
             return Stopped(stop_requested.number)
         trainer.finish_save()
         return _finish(trainer, evaluation, parameters, reporter)
-    except BrokenPipeError:  # nobody reads the output any more; the steps done are kept, which one alone can see to
-        if metrics is not None and job.is_alone:
+    except Exception as error:
+        trainer.keep_save()
+        # Nobody reads the output any more; the steps done are kept, which one alone can see to.
+        if isinstance(error, BrokenPipeError) and metrics is not None and job.is_alone:
             metrics.sync()
             trainer.save_if_needed()
         raise

@@ -72,7 +72,7 @@ class PendingCheckpoint:
         self._tokenizer, self._keep_last, self._group = tokenizer, keep_last, group
         self._temporary = temporary_of(self._target)
         with self._errors_in_one_line():
-            _by_first_rank(lambda: make_temporary(self._target))
+            _of_first_rank(lambda: make_temporary(self._target))
             written = begin_write_training(self._temporary, model, optimizer, group, stager)
         threads = ThreadPoolExecutor(1, "tilemoe-save")
         self._published = threads.submit(self._publish, written)
@@ -84,7 +84,7 @@ class PendingCheckpoint:
         return self._published.done()
 
     def finish(self) -> Path:
-        """Wait until it is published.
+        """Wait until it is published; a process that fails may call it alone.
 
         CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
@@ -94,8 +94,8 @@ class PendingCheckpoint:
         """Wait for the tensors, of which each process hashes what it wrote, and publish what all see."""
         with self._errors_in_one_line():
             written = tensors_written.result()
-            own = file_entries(files_of_rank(self._temporary, dist.get_rank()))
-            entries_of_ranks: list[dict[str, Any]] = of_all_ranks(own, self._group)
+            own = files_of_rank(self._temporary, dist.get_rank())
+            entries_of_ranks: list[dict[str, Any]] = _of_each(lambda: file_entries(own), self._group)
             hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
             # Rank 0 looks for the files of all, the others for its own: they are in one folder then.
             looked_for = hashed if dist.get_rank() == 0 else entries_of_ranks[0]
@@ -105,10 +105,10 @@ class PendingCheckpoint:
                 is_told = written.storage_data is not None  # PyTorch 2.11 tells places in its file alone
                 tensors = describe(written) if is_told else read_pickled(self._temporary / METADATA_FILE)
                 publish(self._target, self._state, self._tokenizer, hashed, tensors)
-                drop_old(self._target.parent, self._keep_last)
 
-            _by_first_rank(publish_all, self._group)
-            return self._target
+            _of_first_rank(publish_all, self._group)
+        _of_first_rank(lambda: drop_old(self._target.parent, self._keep_last), self._group)
+        return self._target
 
     @contextlib.contextmanager
     def _errors_in_one_line(self) -> Iterator[None]:
@@ -197,14 +197,20 @@ def _require_seen(folder: Path, entries: dict[str, Any], group: dist.ProcessGrou
             raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
 
 
-def _by_first_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Run ``action`` in rank 0 while the others wait; an OSError in rank 0 is raised in all processes."""
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem[0] = str(error)
-    dist.broadcast_object_list(problem, src=0, group=group)
-    if problem[0] is not None:
-        raise OSError(problem[0])
+def _of_first_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """Run ``action`` in rank 0 while the others wait, as `_of_each`."""
+    _of_each(action if dist.get_rank() == 0 else lambda: None, group)
+
+
+def _of_each(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What ``action`` gave in each process, by rank; OSError in all of them, whatever went wrong in one."""
+    given, problem, cause = None, "", None
+    try:
+        given = action()
+    except Exception as error:
+        problem, cause = str(error) if isinstance(error, OSError) else repr(error), error
+    found = of_all_ranks((given, problem), group)
+    for rank, (_, told) in enumerate(found):
+        if told:
+            raise OSError(f"rank {rank}: {told}") from cause
+    return [each for each, _ in found]
