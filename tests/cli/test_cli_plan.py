@@ -221,6 +221,7 @@ def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
     assert as_json(run, *arguments, expected=2)["train"]["setups"][0]["micro_batch"] == 0
     assert re.search(r"^largest micro-batch( +none fits){4}$", out, flags=re.M)
     assert re.search(r"^tokens/day, billions( +-){4}$", out, flags=re.M)
+    assert "does not fit; lower --lora, lower --seq-len, or" in run("plan", *arguments, "--lora", 8)[2]
 
 
 def test_adapters_on_experts_in_4_bit(run: Run) -> None:

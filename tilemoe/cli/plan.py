@@ -113,7 +113,8 @@ def run(arguments: Sequence[str]) -> None:
         lines += ["", *lines_of(plan["train"])] if options.train else []
         print("\n".join(lines))
     if options.train and not any(setup["micro_batch"] for setup in plan["train"]["setups"]):
-        raise ValueError(f"--train: {source.name} does not fit; raise --gpus, lower --seq-len, or choose another --gpu")
+        more = "raise --gpus" if options.lora is None else "lower --lora"
+        raise ValueError(f"--train: {source.name} does not fit; {more}, lower --seq-len, or choose another --gpu")
 
 
 def _draw(plan: dict[str, Any], path: Path) -> None:
