@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path, PurePath
@@ -24,6 +25,11 @@ def shown(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def told(error: BaseException) -> str:
+    """An error's message on one line, in which no name that a file gives steers the terminal."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", " ".join(str(error).split()))
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

@@ -90,6 +90,7 @@ def test_each_checkpoint_of_a_run(finished: Path, tmp_path: Path, run: Run) -> N
 def test_what_is_no_folder_of_ours(tmp_path: Path, whole: dict[str, Path], fails: Callable[..., str]) -> None:
     assert "holds no step_* folder" in fails("verify", tmp_path)
     assert "no such folder" in fails("verify", tmp_path / "none")
+    assert "\x1b" not in fails("verify", tmp_path / "\x1b[2J"), "a name steers no terminal"
     copied = tmp_path / "export"
     shutil.copytree(whole["export"], copied)
     (copied / "model.safetensors.index.json").write_text("{}")

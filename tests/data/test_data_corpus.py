@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
+from tilemoe.data import text_files
 from tilemoe.data.conversations import read_examples
 from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_documents
 
@@ -281,6 +282,19 @@ def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):
     assert len(list(open_corpus(str(tmp_path), longest_line=len(line)).documents())) == 2
     with raises_one_line("a.jsonl:1: this line has more"):
         list(open_corpus(str(tmp_path), longest_line=len(line) - 1).documents())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_that_grows_without_measure_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text_files, "_ALWAYS", 1 << 16)
+    path, packed = tmp_path / name, {".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", True)}
+    if name == "a.parquet":
+        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 900, pyarrow.int32()), ["a" * 9000])
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    else:
+        path.write_bytes(packed[path.suffix]((b"a" if ".txt" in name else b"\n") * (1 << 23)))
+    with raises_one_line(rf"{name}: more than 256 characters for each byte"):
+        read_all(path)
 
 
 def test_pipes_and_links_that_lead_to_no_file_are_skipped_by_name(tmp_path: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from helpers import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +177,25 @@ def test_foreign_tokenizer_adds_truncates_and_pads_nothing(tmp_path: Path):
     assert tokenizer.encode("hello world hello world hello").tolist() == [1, 2, 1, 2, 1]
     assert tokenizer.encode("hello</s>world").tolist() == [1, 4, 2]
     assert (tokenizer.separator_id, tokenizer.vocab_size) == (4, 5)
+
+
+HOSTILE = {
+    "an id that there is not": {"model": {"type": "WordLevel", "vocab": {END_OF_TEXT: 0, "a": 1}, "unk_token": "?"}},
+    "pieces of no length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "an expression without end": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    },
+    "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_the_library_fails_at_is_one_line(bpe: Tokenizer, kind: str, tmp_path: Path):
+    """It raises the base class of all exceptions, or panics, which is an exception of its own."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(bpe.backend.to_str()) | HOSTILE[kind]))
+    with raises_one_line(r"tokenizer '.*tokenizer.json': (cannot encode a text|cannot be read) \(.+\); "):
+        load_tokenizer(str(path)).encode("a" * 40 + "!")
 
 
 def test_tokenizer_without_a_separator_is_refused():

@@ -15,6 +15,7 @@ from test_models_huggingface import tensors_of
 from tilemoe.config import MoEConfig
 from tilemoe.data import load_tokenizer
 from tilemoe.integrations.peft import load_adapter
+from tilemoe.models import huggingface
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import assert_equal
@@ -84,6 +85,15 @@ def test_what_the_index_lists_and_the_folder_lacks_is_named(shards: Path) -> Non
         path.write_text(text)
         with raises_one_line(r"model\.safetensors\.index\.json"):
             load_hf(shards)
+
+
+def test_more_tensors_than_any_model_has_are_refused(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "_MOST_TENSORS", len(tensors_of(shards)))
+    load_hf(shards)
+    name = max(shards.glob("*.safetensors")).name
+    save_file(load_file(shards / name) | {"z": torch.empty(0)}, shards / name)
+    with raises_one_line(r"model-.*\.safetensors: more than \d+ tensors, which no model has"):
+        load_hf(shards)
 
 
 def read_chat(folder: Path) -> object:

@@ -12,7 +12,7 @@ import pytest
 from helpers import raises_one_line
 
 from tilemoe.files import never_a_link, only_one_process, write_atomic
-from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
+from tilemoe.train.checkpoints.folder import drop_old, find_latest, open_checkpoint
 from tilemoe.train.checkpoints.leftovers import temporary_of, trash_of
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.config import Recipe
@@ -163,6 +163,7 @@ def test_rotation_takes_nothing_of_others(run: Path, theirs: Path, dense_recipe:
     for name in ("step_00000001", "STEP_00000001", "STEP_00000003", ".TMP-step_00000003"):
         a_photo(run / name)
     (run / "step_00000000").symlink_to(theirs / "folder")
+    shutil.copytree(run / "step_00000002", run / "step_000000002")
     (run / "step_00000002" / "notes.txt").write_bytes(WORK)
     theirs_before, before = contents(theirs), contents(run)
     with pytest.warns(UserWarning, match=r"step_00000002 is not dropped: tilemoe did not write notes\.txt there"):
@@ -171,10 +172,16 @@ def test_rotation_takes_nothing_of_others(run: Path, theirs: Path, dense_recipe:
     ours = {"metrics.jsonl", "result.json"}
     assert {name: after[name] for name in before.keys() - ours} == {name: before[name] for name in before.keys() - ours}
     assert contents(theirs) == theirs_before
-    assert [path.name for path in list_checkpoints(run)] == [f"step_0000000{step}" for step in (0, 1, 2, 4)]
+    assert [path.name for path in list_checkpoints(run)] == [f"step_0000000{step}" for step in (0, 1, "02", 2, 4)]
     (run / "step_00000002" / "notes.txt").unlink()
     going_on(dense_recipe, 5)
     assert not (run / "step_00000002").exists()
+
+
+def test_rotation_keeps_what_was_just_saved_beside_a_copy_of_a_later_name(run: Path) -> None:
+    shutil.copytree(run / "step_00000002", run / "step_00000099")
+    drop_old(run / "step_00000002", 1)
+    assert [path.name for path in list_checkpoints(run)] == ["step_00000002", "step_00000099"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])

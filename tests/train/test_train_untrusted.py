@@ -263,7 +263,7 @@ def test_a_jobs_weights_are_floats(sharded: Path, told: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["step", "tokens", "seconds", "processes"])
 def test_counts_of_the_state_are_counts(checkpoint: Path, name: str) -> None:
     state = json.loads((checkpoint / "state.json").read_bytes())
-    for value in (True, -1, "3", None, float("nan"), float("inf")):
+    for value in (True, -1, "3", None, float("nan"), float("inf"), 10**400):
         (checkpoint / "state.json").write_bytes(canonical(state | {name: value}))
         sign(checkpoint)
         with raises_one_line(f"is damaged: state.json has no {name} of type", CheckpointError):

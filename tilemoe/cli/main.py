@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from tilemoe import __version__
+from tilemoe.checks import told
 from tilemoe.train.job.signals import heed_sigterm, sigterm_interrupts
 
 # name -> (module with ``run(arguments)``, one line of help)
@@ -100,7 +101,7 @@ def _dispatch(arguments: list[str]) -> None:
 
 def one_line(error: BaseException) -> str:
     """An error's message on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = told(error) or type(error).__name__
     if isinstance(error, (MemoryError, RuntimeError)):
         return f"out of memory; lower data.batch_size, data.seq_len or the model's sizes ({text})"
     return text

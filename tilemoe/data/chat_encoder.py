@@ -55,7 +55,7 @@ class ChatEncoder:
         if self._template is not None and self._template.source == PLAIN.source:  # of an export; no need of Jinja
             self._template = None
         separator, end = tokenizer.separator_id, tokenizer.backend.id_to_token(tokenizer.separator_id)
-        is_read = tokenizer.backend.encode(f"a{end}a", add_special_tokens=False).ids.count(separator) == 1
+        is_read = tokenizer.encode(f"a{end}a").tolist().count(separator) == 1
         is_added = separator in tokenizer.backend.get_added_tokens_decoder()
         self._end_in_text = end if is_added and is_read else None
         if self._template is not None:

@@ -21,6 +21,7 @@ from tilemoe.data.text_files import (
     UNDECODABLE,
     Undecodable,
     kind_of,
+    measured,
     not_utf8,
     open_text,
     read_records,
@@ -37,7 +38,7 @@ TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; 
 _CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})  # `tilemoe.data.conversations`
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
-_PARQUET_ROWS = 64  # in memory at once: a column that repeats a large text takes little room in its file
+_PARQUET_ROWS = 4  # in memory at once: a column that repeats a large text takes little room in its file
 _FEW_NUL = 64  # of so many characters of a text one at most is NUL; of UTF-16 without a mark at least the blanks are
 _NAMED = 5  # skipped files that are named
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -75,7 +76,7 @@ class Corpus:
             path = self.root / name
             is_text = kind_of(path) in TEXT_SUFFIXES
             try:
-                for place, text in enumerate(self._texts(path)):
+                for place, text in enumerate(measured(path, self._texts(path))):
                     yield (file, 0 if is_text else place), clean_text(text)
             except OSError as error:
                 raise unreadable(path, error) from error
@@ -236,21 +237,19 @@ def _read_parquet(path: Path, undecodable: Undecodable, longest_line: int) -> It
                 raise ValueError(
                     f"{path}: no column {' or '.join(map(repr, TEXT_FIELDS))} among {', '.join(names)}; {fix}"
                 )
-            row = 0
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-                for value in batch.column(0):
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:
-                        if undecodable == "error":
-                            raise not_utf8(f"{path}[{row}]: byte {error.start} of {column!r}") from error
-                        text = error.object.decode("utf-8", "surrogateescape")
-                    if not isinstance(text, str):
-                        raise ValueError(f"{path}[{row}]: {column!r} holds no string; correct or remove the row")
-                    if len(text) > longest_line:
-                        raise too_long(f"{path}[{row}]: {column!r}", longest_line)
-                    yield text
-                    row += 1
+            batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column])
+            for row, value in enumerate(chain.from_iterable(batch.column(0) for batch in batches)):
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    if undecodable == "error":
+                        raise not_utf8(f"{path}[{row}]: byte {error.start} of {column!r}") from error
+                    text = error.object.decode("utf-8", "surrogateescape")
+                if not isinstance(text, str):
+                    raise ValueError(f"{path}[{row}]: {column!r} holds no string; correct or remove the row")
+                if len(text) > longest_line:
+                    raise too_long(f"{path}[{row}]: {column!r}", longest_line)
+                yield text
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a readable .parquet file; write or copy it again") from error
 

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, cast
 
@@ -19,6 +19,7 @@ Undecodable = Literal["error", "replace"]  # what is done about bytes that are n
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" gives it: never a character
 COMPRESSED = frozenset({".gz", ".zst"})
 LONGEST_LINE = 1 << 26  # characters
+_MOST_PER_BYTE, _ALWAYS = 256, 1 << 24  # characters of a file's texts for each of its bytes, and whatever its bytes
 
 
 def kind_of(path: Path) -> str:
@@ -60,6 +61,16 @@ def too_long(what: str, longest: int) -> ValueError:
     return ValueError(f"{what} has more than {longest:,} characters; divide or remove it, or raise data.longest_line")
 
 
+def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
+    """The ``texts`` of a file. ValueError: it was made to fill the disk with them, or to be read forever."""
+    left = max(_ALWAYS, _MOST_PER_BYTE * path.stat().st_size)
+    for text in texts:
+        left -= len(text)
+        if left < 0:
+            raise ValueError(f"{path}: more than {_MOST_PER_BYTE} characters for each byte; give it uncompressed")
+        yield text
+
+
 def _first_undecodable(path: Path) -> int:
     """The place of the first byte that is not UTF-8 in a file as decompressed."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
@@ -96,7 +107,8 @@ def read_records(
     ``undecodable``: as of `open_text`; replaced, a byte is U+FFFD. ``longest_line``: in characters; no more is read.
     """
     with open_text(path, "\n", undecodable) as file:
-        for number, line in enumerate(iter(lambda: file.readline(longest_line + 1), ""), start=1):
+        lines = measured(path, iter(lambda: file.readline(longest_line + 1), ""))
+        for number, line in enumerate(lines, start=1):
             if len(line) > longest_line and not line.endswith("\n"):
                 raise too_long(f"{path}:{number}: this line", longest_line)
             if line.isspace():

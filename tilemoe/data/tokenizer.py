@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -116,7 +117,8 @@ class Tokenizer:
                 held = held[count:]
 
     def _ids(self, texts: Sequence[str]) -> list[TokenIds]:
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        with _readable(self.name, "cannot encode a text"):
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def _tokens_of_parts(self, parts: Iterable[str]) -> Iterator[Tokens]:
@@ -125,7 +127,8 @@ class Tokenizer:
         return tokens_of_parts(parts, _PIECE, self._tokens, num_different)
 
     def _tokens(self, text: str) -> Tokens:
-        encoding = self._without_trimming.encode(text, add_special_tokens=False)
+        with _readable(self.name, "cannot encode a text"):
+            encoding = self._without_trimming.encode(text, add_special_tokens=False)
         first, end = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
         first = np.maximum.accumulate(first.clip(max=len(text) - 1))
         begins_word = np.diff(np.asarray(encoding.word_ids, np.int64), prepend=-1) != 0
@@ -148,7 +151,8 @@ class Tokenizer:
         return self._text(array[array != self.separator_id])
 
     def _text(self, ids: TokenIds) -> str:
-        return self.backend.decode(ids.tolist(), skip_special_tokens=False)
+        with _readable(self.name, "cannot decode ids"):
+            return self.backend.decode(ids.tolist(), skip_special_tokens=False)
 
     @property
     def end_ids(self) -> list[int]:
@@ -236,17 +240,21 @@ def load_tokenizer(
 
 
 def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
-    try:
+    with _readable(str(path), "cannot be read", fix):
         return tokenizers.Tokenizer.from_str(read_text(path))
-    except OSError as error:
-        raise ValueError(f"tokenizer {str(path)!r}: cannot be read ({error.strerror}); {fix}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"tokenizer {str(path)!r}: not a valid tokenizer.json (not UTF-8); {fix}") from error
-    except Exception as error:
-        if type(error) is not Exception:  # the library raises the base class itself for a file it cannot parse
+
+
+@contextlib.contextmanager
+def _readable(name: str, what: str, fix: str = "correct its tokenizer.json") -> Iterator[None]:
+    """ValueError where the library fails at what a tokenizer.json says: by the base class itself, or by a panic."""
+    try:
+        yield
+    except BaseException as error:
+        is_theirs = type(error) is Exception or type(error).__name__ == "PanicException"
+        if not is_theirs and not isinstance(error, (OSError, UnicodeDecodeError)):
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"tokenizer {str(path)!r}: not a valid tokenizer.json ({reason}); {fix}") from error
+        raise ValueError(f"tokenizer {name!r}: {what} ({reason}); {fix}") from error
 
 
 def _cached_bpe(spec: str, corpus: Corpus, vocab_size: int, heldout_every: int, cache_dir: Path) -> Tokenizer:

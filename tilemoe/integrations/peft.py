@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -296,12 +296,13 @@ def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
     if not path.is_file():
         raise ValueError(f"{path} is missing; let PEFT save safetensors, nothing else is read")
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            for name in sorted(shapes.keys() ^ file.keys()):  # before a tensor is read
+                what = "is missing" if name in shapes else f"is of no adapter that {SETTINGS_FILE} and the model have"
+                raise ValueError(f"{path}: {name} {what}; save it from a model of the same base and settings")
+            tensors = {name: file.get_tensor(name) for name in shapes}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}); save or download it again") from error
-    for name in sorted(shapes.keys() ^ tensors.keys()):
-        what = "is missing" if name in shapes else f"is of no adapter that {SETTINGS_FILE} and the model have"
-        raise ValueError(f"{path}: {name} {what}; save it from a model of the same base and settings")
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name]:
             raise ValueError(f"{path}: {name} must be {tuple(shapes[name])} for the model, got {tuple(tensor.shape)}")

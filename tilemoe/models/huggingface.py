@@ -34,6 +34,7 @@ from tilemoe.runtime.tensors import is_finite, require_factory
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SHARD_NAME = r"[^/\\]+\.safetensors"  # a file of the folder itself, whatever the system's separator
+_MOST_TENSORS = 1 << 18  # of a model, each of which is looked at; DeepSeek-V3 has 91,991
 _ALL = slice(None)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -236,7 +237,7 @@ def opened(folder: Path, dtypes: Collection[str] | None = _FLOATS) -> Iterator[d
     has_index = (folder / INDEX_FILE).exists()
     listed = _read_index(folder / INDEX_FILE) if has_index else {}
     alone = [folder / MODEL_FILE] if (folder / MODEL_FILE).exists() else sorted(folder.glob("model*.safetensors"))
-    files = [folder / name for name in sorted(set(listed.values()))] if has_index else alone
+    files = [folder / name for name in sorted(listed)] if has_index else alone
     if not files:
         raise ValueError(f"{folder} holds no model*.safetensors; give a folder with a model in it")
     file_of: dict[str, Any] = {}
@@ -250,7 +251,9 @@ def opened(folder: Path, dtypes: Collection[str] | None = _FLOATS) -> Iterator[d
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{file} cannot be read ({error}); download or export it again") from error
             held = set(handle.keys())
-            names = {name for name, where in listed.items() if where == file.name} if has_index else held
+            names = listed[file.name] if has_index else held
+            if len(file_of) + len(held) > _MOST_TENSORS:
+                raise ValueError(f"{file}: more than {_MOST_TENSORS:,} tensors, which no model has; take its own files")
             for name in sorted(names - held):
                 raise ValueError(f"{file} lacks {name}, which {INDEX_FILE} says it has; download or export it again")
             for name in sorted(names & file_of.keys()):
@@ -273,8 +276,8 @@ def _require_inside(file: Path) -> None:
         raise ValueError(f"{file} is a link to {target}, out of the folder; put the file itself there")
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """The name of each tensor's file. ValueError: the index is damaged, or a name leads out of its folder."""
+def _read_index(path: Path) -> dict[str, set[str]]:
+    """The tensors of each file, by names. ValueError: the index is damaged, or a name leads out of its folder."""
     fix = "download or export the model again"
     try:
         listed = json.loads(read_text(path))["weight_map"]
@@ -282,10 +285,12 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} cannot be read ({error}); {fix}") from error
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must be a table of tensors and files; {fix}")
+    tensors_of: dict[str, set[str]] = {}
     for tensor, name in listed.items():
         if not isinstance(name, str) or re.fullmatch(_SHARD_NAME, name) is None:
             raise ValueError(f"{path}: the file of {tensor}, {name!r}, is no .safetensors file of this folder; {fix}")
-    return listed
+        tensors_of.setdefault(name, set()).add(tensor)
+    return tensors_of
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> None:

@@ -107,7 +107,7 @@ class PendingCheckpoint:
                 publish(self._target, self._state, self._tokenizer, hashed, tensors)
 
             _of_first_rank(publish_all, self._group)
-        _of_first_rank(lambda: drop_old(self._target.parent, self._keep_last), self._group)
+        _of_first_rank(lambda: drop_old(self._target, self._keep_last), self._group)
         return self._target
 
     @contextlib.contextmanager

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -112,7 +111,7 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         discard(temporary)
         raise write_error(target, error) from error
-    drop_old(run_dir, keep_last)
+    drop_old(target, keep_last)
     return target
 
 
@@ -146,12 +145,14 @@ def write_error(target: Path, error: BaseException | str) -> CheckpointError:
     return CheckpointError(f"could not write checkpoint {target} ({error}); {kept}; free space and resume")
 
 
-def drop_old(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` newest of our checkpoints, each with the files that its manifest lists.
+def drop_old(newest: Path, keep_last: int) -> None:
+    """Delete all but the ``keep_last`` last of our checkpoints up to ``newest``, each with the files that its manifest
+    lists.
 
     Links and folders that are not ours stay; so does, with a warning, a checkpoint in which something else is.
     """
-    ours = [(path, files) for path in list_checkpoints(run_dir) if (files := own_files(path))]
+    there, later = (list_checkpoints(newest.parent, after) for after in (-1, int(newest.name.removeprefix("step_"))))
+    ours = [(path, files) for path in there if path not in later and (files := own_files(path))]
     for path, files in ours[:-keep_last]:
         if other := _first_other(path, files):
             warnings.warn(f"{path} is not dropped: tilemoe did not write {other} there; move that away", stacklevel=2)
@@ -160,9 +161,10 @@ def drop_old(run_dir: Path, keep_last: int) -> None:
 
 
 def own_files(path: Path) -> list[str]:
-    """The files of a checkpoint of ours, by its manifest; empty where it is none, or a link."""
+    """The files of a checkpoint of ours, by its manifest; empty where it is none, a link, or has a name not of ours."""
+    is_ours = not path.is_symlink() and path == step_dir(path.parent, int(path.name.removeprefix("step_")))
     try:
-        return [] if path.is_symlink() else [*_read_manifest(path)[0], MANIFEST_FILE]
+        return [] if not is_ours else [*_read_manifest(path)[0], MANIFEST_FILE]
     except (ValueError, OSError):
         return []
 
@@ -379,7 +381,7 @@ def _require_state(path: Path, data: Any) -> None:
     for name, kind in types.items():
         value: Any = found.get(name)
         if kind in (int, float):
-            is_right = type(value) in (int, kind) and 0 <= value < math.inf
+            is_right = type(value) in (int, kind) and 0 <= value < 1 << 63
         else:
             is_right = isinstance(value, kind)
         if not is_right:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilemoe.checks import told
 from tilemoe.models.folder import CONFIG_FILE, is_hf, read_config
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.models.sums import SUMS_FILE, checked
@@ -43,7 +44,7 @@ def _find(path: Path) -> Finding:
         read = _of_model if (path / CONFIG_FILE).exists() else _of_export if is_hf(path) else _of_checkpoint
         return Finding(f"{path}: {read(path)}", True)
     except (ValueError, OSError) as error:
-        return Finding(" ".join(str(error).split()), False)
+        return Finding(told(error), False)
 
 
 def _of_checkpoint(path: Path) -> str:
