@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import json
@@ -242,6 +243,8 @@ def _do_and_exit(work: Callable[[], object]) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.freeze()  # what it inherited may have threads, which are not here, to end
+        faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)
         code = work() or 0
     except SystemExit as exit:
