@@ -16,6 +16,7 @@ from tilemoe.train.checkpoints.folder import (
     open_checkpoint,
     resolve_checkpoint,
     save_checkpoint,
+    set_aside,
 )
 from tilemoe.train.checkpoints.leftovers import delete_files
 from tilemoe.train.checkpoints.verify import verify
@@ -119,6 +120,18 @@ def test_what_comes_into_a_checkpoint_while_it_is_deleted_stays(save: Callable[.
     delete_files(path, files)
     save(2)
     assert (tmp_path / "abandoned_step_00000001" / "thesis.tex").read_bytes() == b"years of work"
+
+
+def test_what_came_into_a_checkpoint_stays_where_another_was_set_aside(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    set_aside([save(1)])  # which takes the first name
+    path = save(1)
+    files = [file.name for file in path.iterdir()]
+    (path / "thesis.tex").write_bytes(b"years of work")
+    delete_files(path, files)
+    save(2)
+    assert (tmp_path / "abandoned_step_00000001.1" / "thesis.tex").read_bytes() == b"years of work"
 
 
 @pytest.mark.parametrize("name", ["step_00000004", "step_000000002"])

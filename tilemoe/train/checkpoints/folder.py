@@ -47,7 +47,7 @@ from tilemoe.models.sums import (
     require_files,
     require_sizes,
 )
-from tilemoe.train.checkpoints.leftovers import delete_files, discard, make_temporary, temporary_of
+from tilemoe.train.checkpoints.leftovers import aside_of, delete_files, discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
 from tilemoe.train.checkpoints.pickled import read_pickled
@@ -179,11 +179,8 @@ def set_aside(paths: Iterable[Path]) -> list[Path]:
     """Rename checkpoints that a run resumed from an older step leaves behind; nothing is deleted."""
     moved = []
     for path in paths:
-        target, n = path.with_name(f"abandoned_{path.name}"), 1
-        while os.path.lexists(target):
-            target, n = path.with_name(f"abandoned_{path.name}.{n}"), n + 1
-        os.rename(path, target)
-        moved.append(target)
+        moved.append(aside_of(path))
+        os.rename(path, moved[-1])
     return moved
 
 

@@ -28,6 +28,14 @@ def trash_of(target: Path) -> Path:
     return target.with_name(own_name(f".trash-{target.name}"))
 
 
+def aside_of(target: Path) -> Path:
+    """A free name for a checkpoint's folder that is kept out of the run's way."""
+    path, n = target.with_name(f"abandoned_{target.name}"), 1
+    while os.path.lexists(path):
+        path, n = target.with_name(f"abandoned_{target.name}.{n}"), n + 1
+    return path
+
+
 def make_temporary(target: Path) -> None:
     """Make the folder `temporary_of`; what interrupted writes have left is removed.
 
@@ -50,7 +58,7 @@ def delete_files(path: Path, names: Iterable[str]) -> None:
     for name in names:
         (trash / name).unlink(missing_ok=True)
     if any(trash.iterdir()):
-        os.rename(trash, path.with_name(f"abandoned_{path.name}"))
+        os.rename(trash, aside_of(path))
     else:
         trash.rmdir()
 
