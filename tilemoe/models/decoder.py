@@ -158,16 +158,22 @@ class Block(nn.Module):
         return self.attention(x, angles, cache, documents)
 
 
+# AOTAutograd caches no graph that calls these, unless it is told to.
+_CACHEABLE = (
+    "torch.ops.higher_order.autograd_function_apply",
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+)
+
+
 @lru_cache
 def _compiled_body(backend: str) -> Callable[..., BlockOutput]:
     """`Block.body` under torch.compile, for all blocks: a block that kept it could not be pickled."""
     if backend != "inductor":
         return torch.compile(Block.body, backend=backend)
-    # AOTAutograd caches no graph with these unless it is told to, though its key has their arguments and their bodies.
-    # It lacks what our operators' backwards become, so the value, a part of it, tells our sources.
-    autocast = map("amp.autocast_mode._{}_autocast".format, ("enter", "exit"))
-    names = (f"torch.{name}" for name in ("ops.higher_order.autograd_function_apply", *autocast))
-    cacheable = dict.fromkeys(names, digest_of_sources(Path(__file__).parents[1]))
+    # The cache's key covers their bodies and arguments, but not our operators' backwards. It covers the values here,
+    # so a digest of our sources is the value.
+    cacheable = dict.fromkeys(_CACHEABLE, digest_of_sources(Path(__file__).parents[1]))
     options: dict[str, Any] = {"unsafe_marked_cacheable_functions": cacheable}
     return torch.compile(Block.body, options=options)
 

@@ -60,7 +60,7 @@ def make_stager() -> AsyncStager:
 def begin_write_training(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, stager: AsyncStager
 ) -> Future[Any]:
-    """Write from ``stager``'s copy in host memory, in a thread, over a gloo ``group`` that nobody else uses meanwhile.
+    """Write asynchronously what ``stager`` stages in host memory; ``group``: of gloo, for this alone.
 
     All processes of the job call it; ``folder``, which all see, exists and is empty. Gives torch's ``Metadata``.
     """
