@@ -49,7 +49,7 @@ from tilemoe.models.sums import (
 )
 from tilemoe.train.checkpoints.leftovers import aside_of, delete_files, discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
-from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
+from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
 from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import (
     is_shared,
@@ -151,8 +151,8 @@ def drop_old(newest: Path, keep_last: int) -> None:
 
     Links and folders that are not ours stay; so does, with a warning, a checkpoint in which something else is.
     """
-    there, later = (list_checkpoints(newest.parent, after) for after in (-1, int(newest.name.removeprefix("step_"))))
-    ours = [(path, files) for path in there if path not in later and (files := own_files(path))]
+    there = (path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest))
+    ours = [(path, files) for path in there if (files := own_files(path))]
     for path, files in ours[:-keep_last]:
         if other := _first_other(path, files):
             warnings.warn(f"{path} is not dropped: tilemoe did not write {other} there; move that away", stacklevel=2)
@@ -162,7 +162,7 @@ def drop_old(newest: Path, keep_last: int) -> None:
 
 def own_files(path: Path) -> list[str]:
     """The files of a checkpoint of ours, by its manifest; empty where it is none, a link, or has a name not of ours."""
-    is_ours = not path.is_symlink() and path == step_dir(path.parent, int(path.name.removeprefix("step_")))
+    is_ours = not path.is_symlink() and path == step_dir(path.parent, step_of(path))
     try:
         return [] if not is_ours else [*_read_manifest(path)[0], MANIFEST_FILE]
     except (ValueError, OSError):

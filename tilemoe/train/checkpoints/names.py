@@ -21,6 +21,10 @@ def step_dir(run_dir: Path, step: int) -> Path:
     return run_dir / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
 def is_step_dir(path: Path) -> bool:
     """Whether it is a checkpoint's folder, by its name."""
     return _STEP_DIR.fullmatch(path.name) is not None
