@@ -76,7 +76,7 @@ class Corpus:
             path = self.root / name
             is_text = kind_of(path) in TEXT_SUFFIXES
             try:
-                for place, text in enumerate(measured(path, self._texts(path))):
+                for place, text in enumerate(self._texts(path)):
                     yield (file, 0 if is_text else place), clean_text(text)
             except OSError as error:
                 raise unreadable(path, error) from error
@@ -86,8 +86,8 @@ class Corpus:
         if kind == ".jsonl":
             return _read_jsonl(path, self.undecodable, self.longest_line)
         if kind == ".parquet":
-            return _read_parquet(path, self.undecodable, self.longest_line)
-        return _read_text(path, self.undecodable)
+            return measured(path, _read_parquet(path, self.undecodable, self.longest_line))
+        return measured(path, _read_text(path, self.undecodable))
 
     def undecodable_bytes(self) -> int:
         """How many bytes of the texts are not UTF-8."""
