@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.checks import told
 from tilemoe.data.bounded import Renderer
 from tilemoe.data.chat_template import PLAIN, ChatTemplate
 from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
@@ -158,9 +159,8 @@ class ChatEncoder:
         try:
             return self._renderer.render(given, **options, **self._theirs.special_tokens_map)
         except Exception as error:  # a template is a program, and may fail like any
-            reason = " ".join(str(error).split())
             raise ValueError(
-                f"{example.name}: the chat template does not take it ({reason}); correct or remove the line"
+                f"{example.name}: the chat template does not take it ({told(error)}); correct or remove the line"
             ) from error
 
 

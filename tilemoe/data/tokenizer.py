@@ -21,7 +21,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tilemoe.checks import expand_user
+from tilemoe.checks import expand_user, told
 from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
 from tilemoe.data.corpus import Corpus, clean_text, split_documents
 from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
@@ -253,8 +253,7 @@ def _readable(name: str, what: str, fix: str = "correct its tokenizer.json") -> 
         is_theirs = type(error) is Exception or type(error).__name__ == "PanicException"
         if not is_theirs and not isinstance(error, (OSError, UnicodeDecodeError)):
             raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"tokenizer {name!r}: {what} ({reason}); {fix}") from error
+        raise ValueError(f"tokenizer {name!r}: {what} ({told(error)}); {fix}") from error
 
 
 def _cached_bpe(spec: str, corpus: Corpus, vocab_size: int, heldout_every: int, cache_dir: Path) -> Tokenizer:

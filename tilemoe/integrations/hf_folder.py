@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tilemoe.checks import shown
+from tilemoe.checks import shown, told
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.peft import require_peft
 from tilemoe.integrations.quantized_weight import FrozenWeight
@@ -47,8 +47,8 @@ def readable(base: HFBase, what: str = "it cannot be loaded") -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # settings of any type and size reach its classes
-        told = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{base.folder}: {what} ({told})") from error
+        reason = told(error)[:300] or type(error).__name__
+        raise ValueError(f"{base.folder}: {what} ({reason})") from error
 
 
 def config_of(base: HFBase) -> Any:

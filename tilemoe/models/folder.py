@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilemoe.checks import expand_user
+from tilemoe.checks import expand_user, told
 from tilemoe.config import ModelConfig
 from tilemoe.files import read_text
 from tilemoe.models.flops import count_parameters
@@ -41,8 +41,7 @@ def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Pa
     try:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except (OSError, ValueError) as error:  # the library's own errors are among them
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{missing}, and the hub does not give it ({reason})") from error
+        raise ValueError(f"{missing}, and the hub does not give it ({told(error)[:200]})") from error
 
 
 def is_hf(folder: Path) -> bool:

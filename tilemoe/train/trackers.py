@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tilemoe.checks import told
 from tilemoe.config import to_dict
 from tilemoe.files import never_a_link, read_text
 from tilemoe.train.config import Recipe
@@ -69,7 +70,7 @@ class WandB:
                 resume="allow",
             )
         except wandb.Error as error:
-            reason = " ".join(str(error).split()).rstrip(".")
+            reason = told(error).rstrip(".")
             raise ValueError(f"train.wandb: {reason}; run wandb login, or set WANDB_MODE=offline") from error
         with open(id_file, "w", opener=never_a_link) as file:
             file.write(self._run.id)

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 from torch import nn
 
+from tilemoe.checks import told
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.tokenizer import BYTES, Tokenizer
@@ -231,8 +232,8 @@ class Checkpoint:
 
     def open_tensors(self) -> dict[str, StoredTensor]:
         """Those that a job wrote, checked but not read. ValueError: the checkpoint says of them what cannot be."""
-        told = read_pickled(self.path / METADATA_FILE) if self.tensors is None else self.tensors
-        return open_tensors(self.path, {name: entry["bytes"] for name, entry in self.files.items()}, told)
+        placed = read_pickled(self.path / METADATA_FILE) if self.tensors is None else self.tensors
+        return open_tensors(self.path, {name: entry["bytes"] for name, entry in self.files.items()}, placed)
 
     @contextlib.contextmanager
     def compared(self, share: slice = slice(None)) -> Iterator[None]:
@@ -313,8 +314,7 @@ class Checkpoint:
         try:
             yield
         except (ValueError, SafetensorError, KeyError, TypeError) as error:
-            told = " ".join(str(error).split())
-            raise CheckpointError(f"checkpoint {self.path} cannot be used: {told}") from error
+            raise CheckpointError(f"checkpoint {self.path} cannot be used: {told(error)}") from error
 
 
 def _architecture(config: ModelConfig | HFBase) -> dict[str, Any]:

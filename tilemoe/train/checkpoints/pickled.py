@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tilemoe.checks import told
 from tilemoe.files import read_bytes
 
 _MOST_VALUES = 1 << 12  # at once on the stack, which gets 1,000 pairs at a time
@@ -31,8 +32,8 @@ def read_pickled(path: Path) -> dict[str, Any]:
     try:
         return _tensors(_value(read_bytes(path)))
     except (ValueError, TypeError, AttributeError, LookupError) as error:  # what damaged bytes come to
-        told = " ".join(str(error).split())[:200] if type(error) is ValueError else "it is none of a checkpoint"
-        raise ValueError(f"{path} is refused: {told}; use the checkpoint only if you know who made it") from error
+        reason = told(error)[:200] if type(error) is ValueError else "it is none of a checkpoint"
+        raise ValueError(f"{path} is refused: {reason}; use the checkpoint only if you know who made it") from error
 
 
 def _value(raw: bytes) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from tilemoe.checks import told
 from tilemoe.models.sums import Entries, file_entries
 from tilemoe.train.job.agreement import DisagreementError, of_all_ranks, require_same
 from tilemoe.train.job.processes import Job, JobError
@@ -93,7 +94,7 @@ def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int)
 def _told(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"{signal.Signals((*error.args, signal.SIGINT)[0]).name} came"
-    return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+    return told(error)[:_LONGEST] or type(error).__name__
 
 
 def _is_lost_process(error: BaseException) -> bool:
