@@ -287,12 +287,12 @@ def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_file_that_grows_without_measure_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(text_files, "_ALWAYS", 1 << 16)
-    path, packed = tmp_path / name, {".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", True)}
+    path = tmp_path / name
     if name == "a.parquet":
         texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 900, pyarrow.int32()), ["a" * 9000])
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
     else:
-        path.write_bytes(packed[path.suffix]((b"a" if ".txt" in name else b"\n") * (1 << 23)))
+        path.write_bytes(COMPRESS[path.suffix]((b"a" if ".txt" in name else b"\n") * (1 << 23)))
     with raises_one_line(rf"{name}: more than 256 characters for each byte"):
         read_all(path)
 
