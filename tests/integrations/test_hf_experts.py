@@ -231,6 +231,7 @@ def test_fp8_experts_are_refused() -> None:
 
 
 def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
+    integration.unregister()  # `use` registers by itself
     models = [FAMILIES[family].make(experts_implementation="eager") for family in ("mixtral", "olmoe")]
     assert integration.use(nn.ModuleList(models)) == 4
     assert {model.config._experts_implementation for model in models} == {"tilemoe"}
