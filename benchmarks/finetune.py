@@ -328,7 +328,7 @@ def quality(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     corpus = Path(args.out) / "headers.jsonl"
     corpus.parent.mkdir(parents=True)
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in sources("include/c10/**/*.h")))
-    for seed in range(args.seeds):
+    for seed in range(args.seed, args.seed + args.seeds):
         for experts in ("bf16", "nf4", "nf4_double"):
             run = {"case": args.folder.name, "seed": seed, "experts": experts, "corpus": corpus}
             yield argparse.Namespace(**vars(args) | run | {"out": f"{args.out}/{experts}-{seed}"})
@@ -400,7 +400,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="a step; default: the case's")
     parser.add_argument("--length", type=int, help="of a sequence; default: the case's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=3, help="quality: 0, 1, ..., each with all storages")
+    parser.add_argument("--seeds", type=int, default=3, help="quality: so many from --seed on, each with all storages")
     parser.add_argument("--corpus", default="stdlib", help="train: data.corpus")
     parser.add_argument("--out", default="/tmp/finetune-run", help="train: train.out_dir")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="train: further options, last")

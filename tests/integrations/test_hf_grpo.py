@@ -174,5 +174,10 @@ def test_what_samples_otherwise_is_refused(example: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.usefixtures("registered")
 def test_the_example_runs(example: dict[str, Any], tmp_path: Path) -> None:
-    options = ["--steps", "2", "--new-tokens", "4", "--batch-size", "4", "--out", str(tmp_path)]
-    assert len(example["main"](options)) == 2
+    """A model that has an auxiliary loss, as exported runs have, and prompts of several lengths."""
+    for saved in SCRIPT["small_model"](output_router_logits=True):
+        saved.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{"1" * length}"}}\n' for length in range(1, 9)))
+    options = ["--model", tmp_path / "model", "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run"]
+    sizes = ["--steps", "2", "--new-tokens", "4", "--batch-size", "8"]
+    assert len(example["main"]([*map(str, options), *sizes])) == 2
