@@ -44,7 +44,7 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.restore import make_decoder
-from tilemoe.train.checkpoints.sharded_state import copy_part, make_stager
+from tilemoe.train.checkpoints.sharded_state import Stager, copy_part
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.job.agreement import of_all_ranks
 from tilemoe.train.job.processes import Job
@@ -135,7 +135,7 @@ def state_of(recipe: Recipe, number: int) -> TrainState:
 
 def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_last: int = 9) -> Path:
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last}
-    options |= {"group": dist.new_group(backend="gloo"), "stager": make_stager()}
+    options |= {"group": dist.new_group(backend="gloo"), "stager": Stager()}
     return PendingCheckpoint(folder, state_of(recipe, number), *training, **options).finish()
 
 
@@ -267,7 +267,7 @@ def check_a_checkpoint_written_meanwhile() -> None:
     torch.manual_seed(0)
     training = resumed("adamw", MESHES["EP 2 x FSDP 2"])
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
-    options |= {"group": dist.new_group(backend="gloo"), "stager": make_stager()}
+    options |= {"group": dist.new_group(backend="gloo"), "stager": Stager()}
     numbers, paths = (9, 10), []
     for number in numbers:  # the second copy takes the memory of the first
         pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), number), *training, **options)

@@ -51,7 +51,7 @@ class PendingCheckpoint:
 
     Args:
         group: of gloo and of all processes, made for this alone, as ``torch.distributed.new_group(backend="gloo")``.
-        stager: of `make_stager`, used for one at a time.
+        stager: a `Stager`, used for one at a time.
 
     CheckpointError: the folder cannot be made.
     """
