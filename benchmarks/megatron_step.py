@@ -129,10 +129,26 @@ def make(args: argparse.Namespace, name: str) -> tuple[Any, Any]:
     spec = with_norms(spec)
     named = {"vocab_size": args.vocabulary, "max_sequence_length": args.sequence, "rotary_base": 1_000_000}
     model = GPTModel(cfg, SPECS[name](spec), position_embedding_type="rope", **named).to(args.device)
+    draw_experts(model, args.device)
     module = Float16Module(cfg, model) if cfg.bf16 else model
     wrapped = DistributedDataParallel(cfg, DistributedDataParallelConfig(True), module)
     settings = OptimizerConfig(optimizer="adam", lr=3e-4, clip_grad=1.0, bf16=cfg.bf16, params_dtype=cfg.params_dtype)
     return wrapped, get_megatron_optimizer(settings, [wrapped])
+
+
+@torch.no_grad()
+def draw_experts(model: nn.Module, device: str) -> None:
+    """The same weights whatever module holds them: on a GPU Megatron draws one expert after the other."""
+    generator, ranks = torch.Generator(device), (parallel_state.get_expert_model_parallel_rank(),)
+    ranks += (parallel_state.get_expert_tensor_parallel_rank(),)
+    for name, weight in model.named_parameters():
+        found = re.search(r"layers\.(\d+)\.mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc|w)([12])", name)
+        if found:
+            layer, expert, part = (int(number or 0) for number in found.groups())
+            for each in weight if weight.ndim == 3 else [weight]:
+                generator.manual_seed(hash((layer, expert, part, *ranks)) % 2**63)
+                each.normal_(0.0, 0.02, generator=generator)
+                expert += 1
 
 
 def batches(args: argparse.Namespace) -> Tensor:
@@ -166,7 +182,7 @@ def peak() -> int:
 
 def train(args: argparse.Namespace, name: str, data: Tensor) -> tuple[record.Row, dict[str, Tensor]]:
     """The row of a contestant, and its first step's gradients. All processes call it."""
-    began = time.monotonic()
+    began, before = time.monotonic(), torch.cuda.memory_allocated()  # Megatron keeps some of the last contestant
     model, optimizer = make(args, name)
     mask, positions = torch.ones(1, dtype=torch.bool, device=args.device), torch.arange(args.sequence).to(args.device)
     losses, norms, ms, peaks, gradients = [], [], [], [], {}
@@ -205,7 +221,8 @@ def train(args: argparse.Namespace, name: str, data: Tensor) -> tuple[record.Row
         "step_ms": step_ms,
         "tokens_per_s": round(1e3 * tokens / step_ms["median"]),
     }
-    return row | {"peak_bytes": whole, "gradient_bytes": alone, "losses": losses, "grad_norms": norms}, gradients
+    row |= {"peak_bytes": whole - before, "gradient_bytes": alone - before, "losses": losses, "grad_norms": norms}
+    return row, gradients
 
 
 def compared(row: record.Row, reference: record.Row, gradients: Any, expected: Any) -> record.Row:
