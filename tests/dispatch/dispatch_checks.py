@@ -431,7 +431,7 @@ def check_autocast_sends_its_dtype() -> None:
     with counted() as log, torch.autocast(x.device.type, torch.bfloat16):
         assert layer(x).hidden.dtype == torch.bfloat16
     plain_bytes, half_bytes = (sum(size for size, row in found if row == D) for found in (plain, log))
-    assert half_bytes == plain_bytes / 2 > 0
+    assert half_bytes == plain_bytes / 2 > 0, f"{plain} and {log}"
 
 
 def check_errors() -> None:

@@ -113,7 +113,7 @@ def make_adapted(family: str, targets: list[str], dtype: torch.dtype) -> Any:
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero, it would give lora_A no gradient
-            nn.init.normal_(parameter, 0.0, 0.1, generator)
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, 0.1, generator=generator))
     return model
 
 
