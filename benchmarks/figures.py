@@ -174,7 +174,7 @@ def fine_tuning(folder: Path) -> Path:
         # Two lines nearly coincide: dark, dashed colours show both.
         for (mode, experts, computed), style in zip(newest, STYLES[: len(newest)], strict=True):
             row = newest[mode, experts, computed]
-            name = f"{experts}, {computed}: {row['tokens_per_second']:,} tokens/s ({row['commit'][:7]})"
+            name = f"{experts}, {computed}, {mode}: {row['tokens_per_second']:,} tokens/s ({row['commit'][:7]})"
             steps = range(1, len(row["losses"]) + 1)
             axis.plot(steps, row["losses"], label=name, color=style.colour, linestyle=style.dashes, lw=1.2)
         axis.set(ylabel="loss, nats/token")

@@ -323,7 +323,7 @@ def profile(args: argparse.Namespace, name: str, case: Model) -> None:
     for implementation in (OURS, THEIRS):
         for _ in range(WARM_STEPS):
             subject.step(implementation)
-        rows = profiles.of_kernels(partial(subject.step, implementation))
+        rows = profiles.by_name(profiles.of_gpu(partial(subject.step, implementation)))
         title = f"{name}, {implementation}"
         profiles.write(path, title, rows)
         print(f"{title}: {sum(ms for _, ms, _ in rows):.2f} ms of kernels")

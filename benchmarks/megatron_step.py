@@ -139,16 +139,13 @@ def make(args: argparse.Namespace, name: str) -> tuple[Any, Any]:
 @torch.no_grad()
 def draw_experts(model: nn.Module, device: str) -> None:
     """The same weights whatever module holds them: on a GPU Megatron draws one expert after the other."""
-    generator, ranks = torch.Generator(device), (parallel_state.get_expert_model_parallel_rank(),)
-    ranks += (parallel_state.get_expert_tensor_parallel_rank(),)
+    generator, expert_rank = torch.Generator(device), parallel_state.get_expert_model_parallel_rank()
     for name, weight in model.named_parameters():
-        found = re.search(r"layers\.(\d+)\.mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc|w)([12])", name)
-        if found:
+        if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc|w)([12])", name):
             layer, expert, part = (int(number or 0) for number in found.groups())
-            for each in weight if weight.ndim == 3 else [weight]:
-                generator.manual_seed(hash((layer, expert, part, *ranks)) % 2**63)
+            for e, each in enumerate(weight if weight.ndim == 3 else [weight], expert):
+                generator.manual_seed(hash((expert_rank, layer, e, part)) % 2**63)
                 each.normal_(0.0, 0.02, generator=generator)
-                expert += 1
 
 
 def batches(args: argparse.Namespace) -> Tensor:

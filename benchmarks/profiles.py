@@ -45,11 +45,6 @@ def read(path: Path) -> list[Event]:
     return sorted(events, key=lambda event: event.start)
 
 
-def of_kernels(work: Callable[[], object]) -> Rows:
-    """(name, milliseconds, launches) of what the current GPU does in ``work``, the longest first."""
-    return by_name(of_gpu(work))
-
-
 def by_name(events: Iterable[Event]) -> Rows:
     """(name, milliseconds, launches), the longest first."""
     times: dict[str, list[float]] = defaultdict(list)

@@ -149,8 +149,9 @@ def run(args: argparse.Namespace) -> None:
         data = made_up_text(Path(folder), recipe.model.vocab_size)
         names = [name for name in dict.fromkeys(args.peers.split(",")) if takes_part(name, recipe, device, job)]
         for group in [names] if args.rounds > 1 else [[name] for name in names]:
+            gc.collect()  # hooks of FSDP's refer to each other
+            torch.cuda.empty_cache()
             take_turns(args, group, recipe, data, device, job)
-            free_memory()
 
 
 def take_turns(
@@ -166,7 +167,6 @@ def take_turns(
 def takes_part(name: str, recipe: Recipe, device: torch.device, job: Job) -> bool:
     """Whether the contestant can be measured; why not is said."""
     problem = reason_to_leave_out(name, recipe, device, job)
-    free_memory()
     if problem is not None:
         say(job, f"{name} is left out: {problem}")
     return problem is None
@@ -374,12 +374,6 @@ def memory(device: torch.device, job: Job, *, is_alone: bool) -> dict[str, list[
         return {"peak_bytes": None, "reserved_bytes": None}
     found = objects_of_processes((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()), job)
     return {"peak_bytes": [peak for peak, _ in found], "reserved_bytes": [reserved for _, reserved in found]}
-
-
-def free_memory() -> None:
-    """Of a model that nobody needs any more: FSDP's hooks refer to each other."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def say(job: Job, line: str) -> None:
