@@ -1,5 +1,6 @@
 """Adapters on experts in 4 bit: a run is one on the dequantised base, from either kind of folder; resumed, merged."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def test_a_run_is_one_on_the_dequantised_base(storage: str, moe_recipe: Recipe, 
     want, got = losses(tmp_path / "dense"), losses(tmp_path / "packed")
     assert got == pytest.approx(want, rel=1e-5)
     assert got[-1] < got[0]
+    counts = [json.loads((tmp_path / name / "result.json").read_bytes())["parameters"] for name in ("dense", "packed")]
+    assert counts[0] == counts[1]
     part = recipe_of(moe_recipe, bases / "dense", tmp_path / "part", storage, steps=2)
     train(part, init_from=bases / "dense")
     train(replace(packed, train=replace(packed.train, out_dir=str(tmp_path / "part"))), find_latest(tmp_path / "part"))

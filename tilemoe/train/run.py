@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.files import digest_of_sources, owned_folder, write_atomic
 from tilemoe.kernels.choose import choose_experts
+from tilemoe.layers.lora import packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.hf_base import HFBase
 from tilemoe.plots import png, run_figure
@@ -212,7 +214,7 @@ def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None, job:
 def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> RunResult | Stopped:
     """Train in the run's folder to the end, or until a signal stops and saves the run."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = _count(trainer.model)
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     for what, choice in trainer.kernels().items():
         reporter.say(f"{what}: {choice.name}, {choice.reason}")
@@ -341,6 +343,12 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
     if checkpoint is not None:
         set_aside(list_checkpoints(run_dir, after=trainer.step))
     truncate_metrics(run_dir / METRICS_FILE, trainer.step)
+
+
+def _count(model: nn.Module) -> int:
+    """Parameters; of weights stored in 4 bits the values, two in a byte of codes."""
+    stored = {name: 2 * name.endswith("_codes") for _, names in packed_weights(model).values() for name in names}
+    return sum(stored.get(name, 1) * parameter.numel() for name, parameter in model.named_parameters())
 
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
