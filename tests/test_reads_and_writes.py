@@ -25,7 +25,8 @@ READERS |= {
     "np.load",
 }
 READERS |= {
-    f"torch.distributed.checkpoint.{name}" for name in ("load", "filesystem", "state_dict_loader", "format_utils")
+    f"torch.distributed.checkpoint.{name}"
+    for name in ("load", "filesystem", "FileSystemReader", "state_dict_loader", "format_utils")
 }
 RUNNERS = {"eval", "exec", "__import__"}
 # Ways to apply a template, and the one module that has them: it bounds steps and texts.

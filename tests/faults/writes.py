@@ -25,7 +25,7 @@ from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import TrainState, find_latest, save_checkpoint
 from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.restore import make_decoder
-from tilemoe.train.checkpoints.sharded_state import Stager
+from tilemoe.train.checkpoints.sharded_state import Writer
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 from tilemoe.train.preflight import PLOT_FILE, RESULT_FILE
@@ -154,7 +154,7 @@ def distributed_checkpoint(corpus: Path) -> Write:
 
     def save(folder: Path, step: int) -> None:
         made, group = trainings[step], dist.new_group(backend="gloo")
-        options: dict[str, Any] = {"tokenizer": tokenizer, "keep_last": 1, "group": group, "stager": Stager()}
+        options: dict[str, Any] = {"tokenizer": tokenizer, "keep_last": 1, "group": group, "writer": Writer()}
         PendingCheckpoint(folder, made.state, made.model, made.optimizer, **options).finish()
 
     def begin(folder: Path) -> None:

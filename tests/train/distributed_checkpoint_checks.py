@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import raises_one_line
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,7 @@ from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import distributed as distributed_checkpoint
 from tilemoe.train.checkpoints import folder as folder_of_checkpoints
+from tilemoe.train.checkpoints import sharded_state
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint, require_shared, verified
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
@@ -44,7 +45,7 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.restore import make_decoder
-from tilemoe.train.checkpoints.sharded_state import Stager, copy_part
+from tilemoe.train.checkpoints.sharded_state import Writer, copy_part
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.job.agreement import of_all_ranks
 from tilemoe.train.job.processes import Job
@@ -135,7 +136,7 @@ def state_of(recipe: Recipe, number: int) -> TrainState:
 
 def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_last: int = 9) -> Path:
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last}
-    options |= {"group": dist.new_group(backend="gloo"), "stager": Stager()}
+    options |= {"group": dist.new_group(backend="gloo"), "writer": Writer()}
     return PendingCheckpoint(folder, state_of(recipe, number), *training, **options).finish()
 
 
@@ -267,7 +268,7 @@ def check_a_checkpoint_written_meanwhile() -> None:
     torch.manual_seed(0)
     training = resumed("adamw", MESHES["EP 2 x FSDP 2"])
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
-    options |= {"group": dist.new_group(backend="gloo"), "stager": Stager()}
+    options |= {"group": dist.new_group(backend="gloo"), "writer": Writer()}
     numbers, paths = (9, 10), []
     for number in numbers:  # the second copy takes the memory of the first
         pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), number), *training, **options)
@@ -300,6 +301,31 @@ def check_a_write_that_tells_places_in_its_file_alone() -> None:
     dist.barrier()
     open_checkpoint(path).load_training(*training)
     assert_state(training, "adamw", 2)
+
+
+def check_a_process_writes_several_files() -> None:
+    """Of about as many bytes; where one of them fails it is the error of all, and there is no checkpoint."""
+    torch.manual_seed(0)
+    training, folder, create = resumed("muon", MESHES["FSDP"]), run_dir() / "several", FileSystem.create_stream
+
+    def create_some(system: FileSystem, path: Path, mode: str) -> Any:
+        return _full_disk() if path.name == "__1_6_0.distcp" else create(system, path, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_state, "_FILE_BYTES", 1000)
+        path = save(folder, recipe_of("muon"), 2, training)
+        patch.setattr(FileSystem, "create_stream", create_some)
+        with raises_one_line(r"could not write .*rank 1: .*No space left.*_00000002", CheckpointError):
+            save(folder, recipe_of("muon"), 4, training)
+    sizes = [file.stat().st_size for file in sharded_state.files_of_rank(path, dist.get_rank())]
+    assert len(sizes) == 8, sizes
+    assert max(sizes) < 1.5 * min(sizes), sizes
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["step_00000002"]
+    checkpoint, other = open_checkpoint(path), make("muon", MESHES["EP 4"])
+    with verified(checkpoint, Job(dist.get_rank(), 4)):
+        checkpoint.load_training(*other)
+    assert_state(other, "muon", 2)
 
 
 def check_a_failing_write() -> None:
@@ -459,7 +485,7 @@ ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
     check_start_from_a_model, check_steps_by_moments_of_a_byte,
-    check_a_write_that_tells_places_in_its_file_alone,
+    check_a_write_that_tells_places_in_its_file_alone, check_a_process_writes_several_files,
 )  # fmt: skip
 ON_TWO = (
     check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,

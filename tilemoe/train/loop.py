@@ -40,7 +40,7 @@ from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint, verified
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
-from tilemoe.train.checkpoints.sharded_state import Stager, is_shared
+from tilemoe.train.checkpoints.sharded_state import Writer, is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
@@ -195,7 +195,7 @@ class Trainer:
         else:
             if not self._to_save:  # the threads that write have a group of their own, or they would mix with training
                 limit = timedelta(seconds=self.recipe.train.timeout + LATER_SECONDS)
-                self._to_save = {"group": dist.new_group(backend="gloo", timeout=limit), "stager": Stager()}
+                self._to_save = {"group": dist.new_group(backend="gloo", timeout=limit), "writer": Writer()}
             self._pending = PendingCheckpoint(*arguments, **(options | self._to_save))
         self._saved_step = self.step
         self.seconds_of_saves.append(self.phases.end("saves"))

@@ -1,7 +1,7 @@
 """Checkpoints that all processes of a job write together, and any number of processes reads.
 
 The folder is that of `tilemoe.train.checkpoints.folder`, which all processes see, but for the tensors: they are in
-torch.distributed.checkpoint's files, ``.metadata`` and one ``__<rank>_*.distcp`` of each process.
+torch.distributed.checkpoint's files, ``.metadata`` and up to 8 ``__<rank>_*.distcp`` of each process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
 
 from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.models.sums import file_entries
@@ -36,7 +35,7 @@ from tilemoe.train.checkpoints.leftovers import clean_stale, discard, make_tempo
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, describe
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.pickled import read_pickled
-from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank, first_failure
+from tilemoe.train.checkpoints.sharded_state import Writer, begin_write_training, files_of_rank, first_failure
 from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
 from tilemoe.train.job.processes import Job
 
@@ -51,7 +50,7 @@ class PendingCheckpoint:
 
     Args:
         group: of gloo and of all processes, made for this alone, as ``torch.distributed.new_group(backend="gloo")``.
-        stager: a `Stager`, used for one at a time.
+        writer: used for one at a time.
 
     CheckpointError: the folder cannot be made.
     """
@@ -66,14 +65,14 @@ class PendingCheckpoint:
         tokenizer: Tokenizer,
         keep_last: int,
         group: dist.ProcessGroup,
-        stager: AsyncStager,
+        writer: Writer,
     ) -> None:
         self._target, self._state = step_dir(run_dir, state.step), state_json(state)
         self._tokenizer, self._keep_last, self._group = tokenizer, keep_last, group
         self._temporary = temporary_of(self._target)
         with self._errors_in_one_line():
             _of_first_rank(lambda: make_temporary(self._target))
-            written = begin_write_training(self._temporary, model, optimizer, group, stager)
+            written = begin_write_training(self._temporary, model, optimizer, group, writer)
         threads = ThreadPoolExecutor(1, "tilemoe-save")
         self._published = threads.submit(self._publish, written)
         threads.shutdown(wait=False)
