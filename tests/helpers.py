@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -143,6 +144,18 @@ def watch_kernels(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], around:
     for name in names:
         watched = partial(around, name, getattr(TorchBackend(), name))
         monkeypatch.setitem(vars(backend_named("torch")), name, watched)
+
+
+def watch_attention(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each scaled_dot_product_attention from now on: whether cuDNN may compute it."""
+    attend, by_cudnn = F.scaled_dot_product_attention, []
+
+    def attend_and_tell(*args: Any, **options: Any) -> Tensor:
+        by_cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend_and_tell)
+    return by_cudnn
 
 
 def run_python(code: str, *arguments: object) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import raises_one_line, tiny_model
+from helpers import raises_one_line, tiny_model, watch_attention
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
@@ -256,6 +256,13 @@ def test_greedy_equals_full_recomputation(model: DecoderLM, dtype: torch.dtype) 
     out = generate(model, prompts, 30, temperature=0)
     assert torch.equal(out, without_cache(model, prompts, 30))
     assert len(set(out[0].tolist())) > 5  # it does not say the same token again and again
+
+
+def test_cudnn_does_not_attend_to_a_cache(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_cudnn = watch_attention(monkeypatch)
+    generate(model, PROMPT, 3, temperature=0)
+    model(PROMPT)
+    assert by_cudnn == [False] * 6 + [True] * 2  # of two layers
 
 
 def test_generator_makes_it_repeatable(model: DecoderLM) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import losses, raises_one_line
+from helpers import losses, raises_one_line, watch_attention
 from peft import PeftModel
 from test_hf_quantized import wide
 from test_hf_quantized_folders import gpt_oss_folder
@@ -211,6 +211,15 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     (moved / "config.json").write_text(json.dumps(settings))
     (moved / "model.safetensors").write_bytes((moved / "model.safetensors").read_bytes()[:-1])
     refused(again, f"{moved}/model.safetensors cannot be read")
+
+
+def test_cudnn_does_not_attend_to_a_cache(moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = build_model(adapted(moe_recipe, write_base("glm4_moe", tmp_path / "base")), CPU)
+    assert isinstance(decoder, HFDecoder)
+    by_cudnn = watch_attention(monkeypatch)
+    options: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "generator": torch.Generator(), "num_ids": 256}
+    decoder.generate(torch.ones(1, 3, dtype=torch.int64), 2, **options)
+    assert by_cudnn == [False] * 2 * len(decoder.blocks)
 
 
 def test_a_row_holds_one_document_where_layers_carry_a_state(moe_recipe: Recipe, tmp_path: Path) -> None:

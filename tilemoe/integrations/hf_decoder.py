@@ -21,6 +21,7 @@ from tilemoe.integrations.hf_folder import DENSE, class_of, config_of, loaded, o
 from tilemoe.integrations.peft import lora_ranks, require_peft
 from tilemoe.integrations.quantized_weight import check_quantizable, weight_names
 from tilemoe.kernels.lm.documents import Documents
+from tilemoe.layers.attention import without_cudnn
 from tilemoe.layers.lora import ATTENTION, EXPERTS
 from tilemoe.models.decoder import LMOutput
 from tilemoe.models.generate import continued, sample
@@ -101,6 +102,7 @@ class HFDecoder(nn.Module):
         zeros = torch.zeros(1 + len(counts), device=input_ids.device)
         return LMOutput(loss, zeros[0], logits, rows, rows, zeros[1:])
 
+    @without_cudnn()
     def next_logits(self, input_ids: Tensor, cache: list[Any]) -> Tensor:
         """(B, V) logits of the token after the last of input_ids (B, S), which follow those of ``cache``, empty at
         first; it gets them.

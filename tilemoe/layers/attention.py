@@ -7,6 +7,7 @@ H query heads · H_kv key and value heads
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,19 @@ class KVCache:
 
     def __iter__(self) -> Iterator[LayerCache]:
         return iter(self._layers)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Context for attending to a cache: for each of its lengths cuDNN, which PyTorch prefers on Hopper and Blackwell,
+    makes a new plan, for tens of milliseconds. Meanwhile no thread of the process attends by cuDNN.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def rotary_angles(

@@ -23,7 +23,7 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.kernels.lm.documents import Documents
-from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles
+from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles, without_cudnn
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
@@ -285,6 +285,7 @@ class DecoderLM(nn.Module):
         loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
         return LMOutput(loss, aux_loss, None, *routed)
 
+    @without_cudnn()
     def next_logits(self, input_ids: Tensor, cache: KVCache, record: RoutingRecord | None = None) -> Tensor:
         """(B, V) logits of the token after the last of input_ids (B, S). The tokens are added to the cache, and their
         expert ids to ``record``.
