@@ -164,7 +164,7 @@ def test_another_number_of_processes_goes_on(
 ) -> None:
     """From step 2 after SIGKILL, with the losses of the number that began, up to fp32's rounding."""
     place, (expected, *rest) = Place(tmp_path, recipes[trained]), undisturbed(trained, processes)
-    place.go(processes, None if processes == 1 else 0, Signal("shutdown", KILL, 0, tmp_path / "reached"))
+    place.go(processes, None if processes == 1 else 0, Signal("exit", KILL, 0, tmp_path / "reached"))
     shutil.rmtree(place.run / "step_00000004")  # an earlier kill might have left none: they are written meanwhile
     assert "step_00000002" in (out := finish(place, later).out), out
     found, *ends = place.end()

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -223,6 +224,44 @@ def test_a_checkpoint_on_its_way_is_kept_whatever_fails(
     with raises_one_line(told):
         runs._fit(trainer, make_reporter(1), lambda: False)  # type: ignore[arg-type]
     assert list(trainer.run_dir.glob("step_*"))
+
+
+@pytest.mark.parametrize("fails", ["draw", "continue_text", ""])
+def test_the_last_checkpoint_is_written_beside_plot_and_sample_and_published_whatever_fails(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Of a job, whose threads write it. result.json tells of a run that has all."""
+    done: list[str] = []
+
+    class Pending:
+        is_written = False
+
+        def finish(self) -> None:
+            assert not (trainer.run_dir / "result.json").exists()
+            done.append("published")
+
+    def save() -> None:
+        trainer._pending, trainer.seconds_of_saves = Pending(), [0.0]  # type: ignore[assignment]
+
+    def note(name: str, real: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            done.append(name)
+            if name == fails:
+                raise RuntimeError("a defect")
+            return real(*arguments, **options)
+
+        return noted
+
+    trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, steps=1, plot=True)), shared=False)
+    trainer.run_dir.mkdir()
+    monkeypatch.setattr(trainer, "save", save)
+    names = ["draw", "continue_text"]
+    for name in names:
+        monkeypatch.setattr(runs, name, note(name, getattr(runs, name)))
+    with pytest.raises(RuntimeError, match="a defect") if fails else nullcontext():
+        runs._fit(trainer, make_reporter(1), lambda: False)  # type: ignore[arg-type]
+    assert done == [*(names[: names.index(fails) + 1] if fails else names), "published"]
+    assert (trainer.run_dir / "result.json").exists() == (not fails)
 
 
 def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:

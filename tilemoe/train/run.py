@@ -238,7 +238,6 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
                 f"go on with: tilemoe train --resume {run_dir}"
             )
             return Stopped(stop_requested.number)
-        trainer.finish_save()
         return _finish(trainer, evaluation, parameters, reporter)
     except Exception as error:
         trainer.keep_save()
@@ -352,26 +351,23 @@ def _count(model: nn.Module) -> int:
 
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
-    """result.json, plot and sample of a finished run, in this order: whatever fails, what is before it is there."""
+    """Plot and sample of a finished run, while a job writes its last checkpoint; after that has a name, result.json."""
     recipe, run_dir, phases = trainer.recipe, trainer.run_dir, trainer.phases
-    plot, result = None, _result(trainer, evaluation, parameters) if trainer.job.is_first else {}
-
-    def write_result() -> None:
-        result["phases"] = objects_of_processes(phases.rounded(), trainer.job)
-        if trainer.job.is_first:
-            require_own(recipe, trainer.step)  # what came since the first step
-            write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
-
-    write_result()
+    plot, sample = None, None
+    if trainer.job.is_first:
+        require_own(recipe, trainer.step)  # what came since the first step
     if trainer.job.is_first and recipe.train.plot:
         make = partial(_unless_it_fails, lambda: draw(run_dir, recipe.name), "plot", reporter)
         plot = _if_installed(make, "plot", "plot", reporter)
         phases.end("plot")
-    sample = None
     if recipe.train.sample_tokens:
         sample = _unless_it_fails(lambda: _sample(trainer), "sample", reporter)
     phases.end("sample")
-    write_result()
+    trainer.finish_save()
+    of_processes = objects_of_processes(phases.rounded(), trainer.job)
+    if trainer.job.is_first:
+        result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
+        write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
     return RunResult(evaluation, sample, plot)
 
 
