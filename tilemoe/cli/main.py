@@ -5,6 +5,8 @@ Nothing here or in the subcommands' modules imports torch until a command really
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import signal
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
     given = list(sys.argv[1:] if arguments is None else arguments)
+    atexit.register(gc.freeze)  # or Python's end looks for cycles in all of torch: 1.2 s after a training, and .2 so
     try:
         with sigterm_interrupts():
             _dispatch(given)
