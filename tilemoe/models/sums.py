@@ -29,7 +29,10 @@ class Damage(ValueError):
 
 def file_entries(paths: Iterable[Path]) -> Entries:
     """The manifest entries of these files: size and SHA-256, by name."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
+    files = sorted(paths)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = pool.map(lambda path: sha256_file(path, _PIECE), files)
+        return {p.name: {"bytes": p.stat().st_size, "sha256": found} for p, found in zip(files, digests, strict=True)}
 
 
 def manifest_of(files: Entries, tensors: dict[str, Any] | None = None) -> bytes:
