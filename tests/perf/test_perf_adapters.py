@@ -13,8 +13,6 @@ from tilemoe.activations import activation_spec
 from tilemoe.bench import record
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.kernels.experts.torch.backend import TorchBackend
-from tilemoe.layers.lora import add_lora
-from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.sizes import with_eager_attention
 from tilemoe.ops import lora
@@ -23,6 +21,8 @@ from tilemoe.perf.adapters import BITS, CARDS, Tuning, adapter_parameters, memor
 from tilemoe.perf.hardware import GPUS
 from tilemoe.routing.build import plan_topk
 from tilemoe.shape import MoEShape
+from tilemoe.train.checkpoints.restore import make_decoder
+from tilemoe.train.config import LoRAConfig, load_recipe
 
 H200 = GPUS["H200"]
 MOE = MoEConfig(128, 64, 8, 2, shared_intermediate_size=96)
@@ -89,24 +89,26 @@ def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int) -> 
 
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, dense_intermediate_size=192, dense_layers=(1,))])
 def test_weights_and_adapters_are_those_of_the_trainer_s_model(config: ModelConfig) -> None:
-    model = DecoderLM(config)
-    trained = sum(
-        adapter.numel() for adapter in add_lora(model, 4, 8.0, attention_rank=6, modules=("experts", "attention"))
-    )
+    recipe = replace(load_recipe("smoke"), model=replace(config, max_seq_len=128), lora=LoRAConfig(4, 6, 8.0))
+    model = make_decoder(recipe, device="meta", frozen=torch.bfloat16)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    norms = sum(2 * parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
     tuning = Tuning(config, H200, 4, 6, "dense", "adamw", 64)
     assert adapter_parameters(tuning) == trained
     parts = memory_parts(tuning, 1)
-    assert parts["experts"] + parts["frozen rest"] == 4 * (sum(p.numel() for p in model.parameters()) - trained)
+    assert parts["experts"] + parts["frozen rest"] == frozen - norms
     assert (parts["adapters"], parts["gradients"], parts["optimiser"]) == (4 * trained, 4 * trained, 8 * trained)
 
 
-def test_a_30b_in_4_bit_fits_a_card_that_bf16_does_not() -> None:
+def test_a_30b_fits_80_gb_in_bf16_and_smaller_cards_in_4_bit() -> None:
     plan = tuning_plan(SIZES_PRESETS["qwen3-30b-a3b"], H200, 4096, (8, 8), ("dense", "nf4", "nf4_double"), "adamw8bit")
     dense, nf4, double = plan["setups"]
     assert plan["trained"] == 48 * 8 * (128 * (2 * 2048 + 3 * 768) + 4 * 2048 + 2 * (32 + 4) * 128)
-    assert dense["micro_batch_of_card"]["80"] == 0 < nf4["micro_batch_of_card"]["48"]
+    assert dense["micro_batch_of_card"]["48"] == 0 < nf4["micro_batch_of_card"]["48"]
+    assert dense["micro_batch_of_card"]["80"] > 0
     assert 0.9 < double["memory"]["experts"] / (29e9 * 0.5159) < 1.1
-    assert double["memory"]["experts"] < nf4["memory"]["experts"] < dense["memory"]["experts"] / 7
+    assert double["memory"]["experts"] < nf4["memory"]["experts"] < dense["memory"]["experts"] / 3.5
     for row in (dense, nf4, double):
         found = [row["micro_batch_of_card"][str(card)] for card in CARDS]
         assert found == sorted(found)

@@ -150,7 +150,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
     checkpoint = find_latest(out)
     assert checkpoint is not None
     lora = checkpoint.state.recipe.lora
-    assert lora == LoRAConfig(rank=2, attention_rank=4, base=str(tmp_path / "base"))
+    assert lora == LoRAConfig(rank=2, attention_rank=4, base=str(tmp_path / "base"), base_dtype="float32")
     assert main(["eval", "--checkpoint", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
     assert main(["export", "--checkpoint", str(out), "--out", str(tmp_path / "merged")]) == 0

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import losses, raises_one_line
+from safetensors.torch import load_file
 from test_train_lora import adapted, weights_of
 
 from tilemoe.cli.main import main
+from tilemoe.cli.train import _with_base
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.data.tokenizer import ByteTokenizer
 from tilemoe.kernels.experts.table import STORAGES
@@ -117,3 +119,39 @@ def test_what_cannot_be_stored_so_is_said_before_anything_is_read(
     narrow = replace(recipe, model=replace(MODEL, moe=MoEConfig(64, 48, 4, 2)))
     with raises_one_line("intermediate_size must be a multiple of 32, the block of MXFP4, got 48"):
         require_ready(narrow, Job(), is_new=True, init_from=bases / "dense")
+
+
+def test_a_base_in_bf16_stays_so_and_every_loss_is_that_of_fp32(
+    moe_recipe: Recipe, bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast; in checkpoints too, from which a run begun in fp32 goes on."""
+    for where in ("tilemoe.train.checkpoints.restore", "tilemoe.train.loop"):
+        monkeypatch.setattr(f"{where}.has_fast_gemm", lambda device, dtype: True)
+    folder = tmp_path / "base"
+    save_hf(load_hf(bases / "dense", dtype=torch.bfloat16), folder)
+    ByteTokenizer().save(folder / "tokenizer.json")
+
+    def run(name: str, dtype: str, steps: int) -> Recipe:
+        made = recipe_of(moe_recipe, folder, tmp_path / name, steps=steps)
+        settings = replace(made.train, precision="bf16", sample_tokens=2)
+        return replace(made, train=settings, lora=replace(made.lora, base_dtype=dtype))  # type: ignore[type-var]
+
+    assert _with_base(run("x", "float32", 1), str(folder), folder).lora.base_dtype == "float32"  # type: ignore[union-attr]
+    given = replace(run("x", "float32", 1), lora=LoRAConfig())
+    found = [_with_base(given, str(each), each).lora for each in (folder, bases / "dense")]
+    assert [each and each.base_dtype for each in found] == ["bfloat16", "float32"]
+    for name, dtype in (("wide", "float32"), ("narrow", "bfloat16")):
+        train(run(name, dtype, 4), init_from=folder)
+        assert main(["export", "--checkpoint", str(tmp_path / name), "--out", str(tmp_path / f"{name}-merged")]) == 0
+    train(run("resumed", "float32", 2), init_from=folder)
+    train(run("resumed", "bfloat16", 4), find_latest(tmp_path / "resumed"))
+    assert losses(tmp_path / "wide") == losses(tmp_path / "narrow") == losses(tmp_path / "resumed")
+    wide = weights_of(run("wide", "float32", 4))
+    for name in ("narrow", "resumed"):
+        other = weights_of(run(name, "bfloat16", 4))
+        assert all(torch.equal(other[each], tensor) for each, tensor in wide.items())
+    first, second = (tmp_path / f"{name}-merged/model.safetensors" for name in ("wide", "narrow"))
+    assert first.read_bytes() == second.read_bytes()
+    stored = load_file(tmp_path / "narrow/step_00000004/model.safetensors")
+    in_fp32 = ("up_", "down_", "lora_", "norm", "router", "embed")
+    assert all((t.dtype == torch.float32) == any(part in name for part in in_fp32) for name, t in stored.items())

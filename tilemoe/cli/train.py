@@ -229,8 +229,15 @@ def _is_asked_for(table: str, words: Sequence[str]) -> bool:
 
 
 def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
-    """The recipe with ``lora.base`` filled in, if it has adapters: the folder or the hub's name of the base model."""
-    if recipe.lora is None or recipe.lora.base is not None:
+    """The recipe with what ``lora`` says of its base filled in, if it has adapters: the folder or the hub's name, and
+    the dtype of the files.
+    """
+    from tilemoe.models.huggingface import is_in_bf16
+
+    if recipe.lora is None:
         return recipe
-    base = str(folder) if expand_user(name).is_dir() else name
-    return replace(recipe, lora=replace(recipe.lora, base=base))
+    base = recipe.lora.base or (str(folder) if expand_user(name).is_dir() else name)
+    dtype = recipe.lora.base_dtype
+    if dtype is None and isinstance(recipe.model, ModelConfig):
+        dtype = "bfloat16" if is_hf(folder) and is_in_bf16(folder) else "float32"
+    return replace(recipe, lora=replace(recipe.lora, base=base, base_dtype=dtype))

@@ -140,7 +140,9 @@ class PackedLoRAExperts(LoRAExperts):
         self.storage, self.merged_dtype = storage, base.w1.dtype
         for name in _WEIGHTS:
             weight: Tensor = getattr(base, name)
-            one_says_all = weight[:1] if weight.is_meta else weight  # 128 experts of shapes alone take 0.8 s to quantise
+            one_says_all = (
+                weight[:1] if weight.is_meta else weight
+            )  # 128 experts of shapes alone take 0.8 s to quantise
             for part, tensor in STORAGES[storage].quantize(one_says_all).tensors.items():
                 whole = tensor.expand(len(weight), *tensor.shape[1:]).contiguous()
                 setattr(self, f"{name}_{part}", nn.Parameter(whole, requires_grad=False))

@@ -198,6 +198,12 @@ def require_weights(folder: Path, config: ModelConfig) -> None:
         _require_shapes(config, _shapes(file_of))
 
 
+def is_in_bf16(folder: Path) -> bool:
+    """Whether each weight of transformers' folder is."""
+    with opened(folder) as file_of:
+        return all(file.get_slice(name).get_dtype() == "BF16" for name, file in file_of.items())
+
+
 def _shapes(file_of: dict[str, Any]) -> dict[str, list[int]]:
     return {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
 

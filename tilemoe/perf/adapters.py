@@ -3,9 +3,9 @@
 T tokens of a micro-batch · d model width · n intermediate_size · w = 2n gated, n not · E experts · K experts per token
 R = T K rows · r rank
 
-As `tilemoe train --lora.rank r` does it: adapters in fp32 on the routed experts and the four projections of attention.
-With experts in 4 bit the frozen rest is in bf16, and so is the residual stream; else weights are in fp32, and each has
-a bf16 copy until its backward.
+As `tilemoe train --lora.rank r` does it on a folder in bf16: adapters in fp32 on the routed experts and the four
+projections of attention. With experts in 4 bit the frozen rest is in bf16, and so is the residual stream; else
+embeddings, norms and routers are in fp32, and so is that stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Attention = Literal["fused", "eager"]
 CARDS = (16, 24, 48, 80)  # GiB of memory
 CARD_BYTES = 0.95 * 2**30  # of each GiB that a card is sold with: the rest is the driver's
 # Bits of a frozen expert's value: its own, and its share of its block's scale.
-BITS = {"nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32, "dense": 32.0}
+BITS = {"nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32, "dense": 16.0}
 MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # of a parameter: two moments
 _BF16, _FP32 = 2, 4
 
@@ -72,20 +72,18 @@ def adapter_parameters(tuning: Tuning) -> int:
 def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
     """Bytes by part, at the peak of a step with micro-batches of ``sequences``."""
     sizes, moe, tokens = sizes_of(tuning.model), tuning.moe, sequences * tuning.seq_len
-    of_experts = moe.num_experts * expert_matrices(moe)
-    experts, trained = sizes.num_moe_layers * of_experts, adapter_parameters(tuning)
+    experts = sizes.num_moe_layers * moe.num_experts * expert_matrices(moe)
+    trained = adapter_parameters(tuning)
     rest = count_parameters(sizes) - experts
-    is_dense = tuning.experts == "dense"
-    copies = 0
-    if is_dense:
-        copies = _BF16 * (rest + of_experts if tuning.checkpointing == "block" else rest + experts)
+    in_fp32 = 0
+    if tuning.experts == "dense":  # norms are not counted
+        in_fp32 = sizes.hidden_size * (sizes.vocab_size + sizes.num_moe_layers * moe.num_experts)
     return {
         "experts": math.ceil(experts * BITS[tuning.experts] / 8),
-        "frozen rest": (_FP32 if is_dense else _BF16) * rest,
+        "frozen rest": _BF16 * rest + (_FP32 - _BF16) * in_fp32,
         "adapters": _FP32 * trained,
         "gradients": _FP32 * trained,
         "optimiser": math.ceil(MOMENT_BYTES[tuning.optimizer] * trained),
-        "copies": copies,
         "activations": training.kept_bytes(tuning.setup, tokens) + _kept_products(tuning, tokens),
         "working": max(_working_bytes(tuning, tokens), training.LOSS_CHUNK_BYTES),
     }

@@ -115,7 +115,7 @@ def _without_places(recipe: Recipe) -> dict[str, Any]:
     del data["cache_dir"], data["corpus"], data["undecodable"], data["longest_line"]
     data["sources"] = [float(source.rpartition("=")[2]) for source in data["sources"]]  # the weights
     if lora is not None:
-        del lora["base"]
+        del lora["base"], lora["base_dtype"]  # no step computes otherwise for it
     return settings
 
 
@@ -390,15 +390,17 @@ def _unless_it_fails(make: Callable[[], Made], what: str, reporter: Reporter) ->
 def _sample(trainer: Trainer) -> str:
     """The prompt, continued; all processes of a job compute it."""
     settings = trainer.recipe.train
-    return continue_text(
-        trainer.model,
-        trainer.data.tokenizer,
-        settings.sample_prompt,
-        settings.sample_tokens,
-        temperature=_SAMPLE_TEMPERATURE,
-        top_k=_SAMPLE_TOP_K,
-        seed=settings.seed,
-    ).text
+    # Adapters' base may be in bf16 beside embeddings in fp32, which autocast multiplies.
+    with contextlib.nullcontext() if trainer.recipe.lora is None else trainer.autocast():
+        return continue_text(
+            trainer.model,
+            trainer.data.tokenizer,
+            settings.sample_prompt,
+            settings.sample_tokens,
+            temperature=_SAMPLE_TEMPERATURE,
+            top_k=_SAMPLE_TOP_K,
+            seed=settings.seed,
+        ).text
 
 
 def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[str, Any]:

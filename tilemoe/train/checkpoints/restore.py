@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.data.chat_template import PLAIN
 from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder
+from tilemoe.layers.experts import Experts
 from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora
+from tilemoe.layers.mlp import MLP
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
@@ -51,12 +54,13 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
 
 
 def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of what stays as it is: fp32, as what is trained, or bf16 beside experts in 4 bit, as autocast multiplies it, and
-    of transformers' own classes.
+    """Of what stays as it is: fp32, as what is trained, or bf16, as autocast multiplies it: beside experts in 4 bit, of
+    transformers' own classes, and where ``lora.base_dtype`` says so.
     """
-    is_packed = recipe.lora is not None and recipe.lora.storage != "dense"
+    lora = recipe.lora
+    is_narrow = lora is not None and (lora.storage != "dense" or lora.base_dtype == "bfloat16")
     in_bf16 = (
-        (is_packed or isinstance(recipe.model, HFBase))
+        (is_narrow or isinstance(recipe.model, HFBase))
         and recipe.train.precision == "bf16"
         and has_fast_gemm(device.type, torch.bfloat16)
     )
@@ -72,18 +76,23 @@ def make_decoder(
 ) -> DecoderLM:
     """The recipe's model, with its adapters if it has them, and ``requires_grad`` set only on what trains, in fp32.
 
-    Its weights are memory as it was found. ``frozen``: the dtype of the others under adapters. ``recompute``: see
-    `DecoderLM`.
+    Its weights are memory as it was found. ``frozen``: the dtype of the others under adapters; beside dense experts of
+    matrices alone, so that what is computed in fp32 stays so. ``recompute``: see `DecoderLM`.
     """
     lora = recipe.lora
     assert not isinstance(recipe.model, HFBase), "it were `make_adapted`'s"
-    model = DecoderLM(recipe.model, device="meta", dtype=None if lora is None else frozen, recompute=recompute)
+    is_dense = lora is None or lora.storage == "dense"
+    model = DecoderLM(recipe.model, device="meta", dtype=None if is_dense else frozen, recompute=recompute)
     if lora is not None:
         ranks: dict[str, Any] = {"rank": lora.rank, "attention_rank": lora.attention_rank, "alpha": lora.alpha}
         add_lora(model, **ranks, dtype=torch.float32, modules=lora.modules, storage=lora.storage)
         for module in model.modules():
             if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
                 module.float().requires_grad_(True)
+            if is_dense and isinstance(module, (Experts, MLP, nn.Linear)):
+                for name, weight in module.named_parameters(recurse=False):
+                    if not weight.requires_grad:
+                        setattr(module, name, nn.Parameter(weight.to(frozen), requires_grad=False))
     return model.to_empty(device=device)
 
 
