@@ -150,9 +150,10 @@ class PackedLoRAExperts(LoRAExperts):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.up_a.device)
+        home = self.get_parameter("w1_codes").device
+        plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=home)
         plain.reset_parameters(generator)
-        for name in _WEIGHTS:
+        for name in _WEIGHTS if home.type != "meta" else ():
             self.pack(name, getattr(plain, name))
         for bias in (self.b1, self.b2):
             if bias is not None:

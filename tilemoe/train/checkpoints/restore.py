@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,16 +121,29 @@ def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HF
 
 
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
-    """The recipe's model with its initial weights, the same on every device."""
+    """The recipe's model with its initial weights, the same on every device; the base of adapters is yet to be read."""
     if isinstance(recipe.model, HFBase):
         return make_adapted(recipe, device, device)
     model = _make_trained(recipe, device, device)
-    model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
+    with _without_frozen(model):
+        model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.set_checkpointing(recipe.parallel.checkpointing)
     backend = compile_backend(recipe)
     if backend is not None:
         model.compile_blocks(backend)
     return model
+
+
+@contextmanager
+def _without_frozen(model: nn.Module) -> Iterator[None]:
+    """In the block frozen parameters have no memory to draw values into; the others get those that they get beside."""
+    owned = [(module, *each) for module in model.modules() for each in module.named_parameters(recurse=False)]
+    held = [each for each in owned if not each[-1].requires_grad]
+    for module, name, parameter in held:
+        setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    yield
+    for module, name, parameter in held:
+        setattr(module, name, parameter)
 
 
 def _make_trained(recipe: Recipe, device: torch.device, home: torch.device) -> DecoderLM:
