@@ -130,7 +130,7 @@ def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(collective, "objects_of_processes", gathered)
     monkeypatch.setattr(collective.socket, "gethostname", lambda: here.host)
     entries = file_entries(tmp_path.glob("a/*"))
-    monkeypatch.setattr(sums, "sha256_file", lambda path: hashed.append(path) or sha256_file(path))
+    monkeypatch.setattr(sums, "sha256_file", lambda path, piece: hashed.append(path) or sha256_file(path))
     assert found_by_all() == [entries] * 5
     assert sorted(hashed) == sorted(tmp_path.glob("*/*"))
     (tmp_path / "b" / "q").write_text("other")
