@@ -67,8 +67,12 @@ def _serve(connection: socket.socket) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ |= environment
-    torch.set_num_threads(1)
-    connection.send(str(processes.Copy(lambda: COMMANDS[name](arguments)).wait()).encode())
+
+    def run() -> object:
+        torch.set_num_threads(1)  # PyTorch makes its pool anew in a copy; of threads that ask first, two may find none
+        return COMMANDS[name](arguments)
+
+    connection.send(str(processes.Copy(run).wait()).encode())
 
 
 def _python(arguments: list[str]) -> None:
