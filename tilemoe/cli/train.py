@@ -232,12 +232,13 @@ def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
     """The recipe with what ``lora`` says of its base filled in, if it has adapters: the folder or the hub's name, and
     the dtype of the files.
     """
-    from tilemoe.models.huggingface import is_in_bf16
-
     if recipe.lora is None:
         return recipe
+
+    from tilemoe.models.huggingface import is_in_bf16
+
     base = recipe.lora.base or (str(folder) if expand_user(name).is_dir() else name)
     dtype = recipe.lora.base_dtype
-    if dtype is None and isinstance(recipe.model, ModelConfig):
+    if dtype is None and isinstance(recipe.model, ModelConfig) and recipe.lora.storage == "dense":
         dtype = "bfloat16" if is_hf(folder) and is_in_bf16(folder) else "float32"
     return replace(recipe, lora=replace(recipe.lora, base=base, base_dtype=dtype))

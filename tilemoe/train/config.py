@@ -152,12 +152,12 @@ class LoRAConfig:
     alpha: float = 16.0  # every adapter's product is multiplied by alpha / rank
     modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
     storage: Storage = "dense"  # of the frozen experts; in 4 bit all else that is frozen is kept in bf16
-    # Of frozen matrices beside dense experts, where train.precision is bf16; default: that of --init-from's files
-    base_dtype: Literal["float32", "bfloat16"] | None = None
     linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside experts in 4 bit, by bitsandbytes
     train_router: bool = False  # train the routers' own weights, too
     train_norms: bool = False  # and the norms'
     base: str | None = None  # base model that an exported adapter names; default: that of --init-from
+    # Of frozen matrices beside dense experts, where train.precision is bf16; default: that of --init-from's files
+    base_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
         require_fields("lora.", self, at_least={"rank": 1}, positive=("alpha",))

@@ -296,6 +296,7 @@ def settings_of_process(
         "the kind of device": device.type,
         **_without_places(recipe),  # each host may have its own
         "the digest of data.corpus": data_fingerprint(data),
+        "lora.base_dtype": None if recipe.lora is None else recipe.lora.base_dtype,
         "--init-from": None if init_from is None else str(init_from),
         "the checkpoint to go on from": None if checkpoint is None else checkpoint.path.name,
     }
@@ -390,8 +391,9 @@ def _unless_it_fails(make: Callable[[], Made], what: str, reporter: Reporter) ->
 def _sample(trainer: Trainer) -> str:
     """The prompt, continued; all processes of a job compute it."""
     settings = trainer.recipe.train
-    # Adapters' base may be in bf16 beside embeddings in fp32, which autocast multiplies.
-    with contextlib.nullcontext() if trainer.recipe.lora is None else trainer.autocast():
+    lora = trainer.recipe.lora
+    # Autocast multiplies matrices in bf16 by what comes of embeddings in fp32.
+    with trainer.autocast() if lora is not None and lora.base_dtype == "bfloat16" else contextlib.nullcontext():
         return continue_text(
             trainer.model,
             trainer.data.tokenizer,
