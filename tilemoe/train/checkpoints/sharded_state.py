@@ -73,9 +73,6 @@ class Writer(FileSystemWriter):
             torch.cuda.synchronize()
         return copied
 
-    def close(self) -> None:
-        self._copies.close()
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         items = sorted(plan.items, key=_bytes_of)
         files = min(_MOST_FILES, 1 + sum(map(_bytes_of, items)) // _FILE_BYTES)
