@@ -226,11 +226,12 @@ def test_a_checkpoint_on_its_way_is_kept_whatever_fails(
     assert list(trainer.run_dir.glob("step_*"))
 
 
+@pytest.mark.parametrize("writes_beside", [True, False])
 @pytest.mark.parametrize("fails", ["draw", "continue_text", ""])
 def test_the_last_checkpoint_is_written_beside_plot_and_sample_and_published_whatever_fails(
-    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, fails: str
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, fails: str, writes_beside: bool
 ) -> None:
-    """Of a job, whose threads write it. result.json tells of a run that has all."""
+    """Of a job, whose threads write it; result.json comes after it. A process alone has both before."""
     done: list[str] = []
 
     class Pending:
@@ -254,14 +255,17 @@ def test_the_last_checkpoint_is_written_beside_plot_and_sample_and_published_wha
 
     trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, steps=1, plot=True)), shared=False)
     trainer.run_dir.mkdir()
-    monkeypatch.setattr(trainer, "save", save)
+    if writes_beside:
+        monkeypatch.setattr(trainer, "save", save)
     names = ["draw", "continue_text"]
     for name in names:
         monkeypatch.setattr(runs, name, note(name, getattr(runs, name)))
     with pytest.raises(RuntimeError, match="a defect") if fails else nullcontext():
         runs._fit(trainer, make_reporter(1), lambda: False)  # type: ignore[arg-type]
-    assert done == [*(names[: names.index(fails) + 1] if fails else names), "published"]
-    assert (trainer.run_dir / "result.json").exists() == (not fails)
+    begun = names[: names.index(fails) + 1] if fails else names
+    assert done == [*begun, *(["published"] if writes_beside else [])]
+    assert (trainer.run_dir / "result.json").exists() == (not fails or not writes_beside)
+    assert len(list(trainer.run_dir.glob("step_*"))) == (not writes_beside)
 
 
 def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:

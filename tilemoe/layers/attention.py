@@ -76,7 +76,7 @@ class KVCache:
 @contextmanager
 def without_cudnn() -> Iterator[None]:
     """Context for attending to a cache: for each of its lengths cuDNN, which PyTorch prefers on Hopper and Blackwell,
-    makes a new plan, for tens of milliseconds. Meanwhile no thread of the process attends by cuDNN.
+    makes a new plan. Meanwhile no thread of the process attends by cuDNN.
     """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -200,6 +200,11 @@ class Trainer:
         self._saved_step = self.step
         self.seconds_of_saves.append(self.phases.end("saves"))
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether no checkpoint is being written."""
+        return self._pending is None
+
     def finish_save(self) -> None:
         """Wait until a checkpoint that is being written is published."""
         pending, self._pending = self._pending, None

@@ -352,11 +352,21 @@ def _count(model: nn.Module) -> int:
 
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
-    """Plot and sample of a finished run, while a job writes its last checkpoint; after that has a name, result.json."""
+    """Plot and sample of a finished run, while a job writes its last checkpoint; once that is there, result.json."""
     recipe, run_dir, phases = trainer.recipe, trainer.run_dir, trainer.phases
     plot, sample = None, None
+
+    def write_result() -> None:
+        of_processes = objects_of_processes(phases.rounded(), trainer.job)
+        if trainer.job.is_first:
+            require_own(recipe, trainer.step)
+            result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
+            write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
+
     if trainer.job.is_first:
         require_own(recipe, trainer.step)  # what came since the first step
+    if trainer.is_saved:  # whatever fails after this
+        write_result()
     if trainer.job.is_first and recipe.train.plot:
         make = partial(_unless_it_fails, lambda: draw(run_dir, recipe.name), "plot", reporter)
         plot = _if_installed(make, "plot", "plot", reporter)
@@ -365,10 +375,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         sample = _unless_it_fails(lambda: _sample(trainer), "sample", reporter)
     phases.end("sample")
     trainer.finish_save()
-    of_processes = objects_of_processes(phases.rounded(), trainer.job)
-    if trainer.job.is_first:
-        result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
-        write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
+    write_result()
     return RunResult(evaluation, sample, plot)
 
 
