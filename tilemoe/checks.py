@@ -28,8 +28,9 @@ def shown(value: Any) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error's message on one line, in which no name that a file gives steers the terminal."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", " ".join(str(error).split()))
+    """An error's message on one line, in which no name that a file gives steers the terminal; without one its type."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

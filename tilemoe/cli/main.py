@@ -104,7 +104,7 @@ def _dispatch(arguments: list[str]) -> None:
 
 def one_line(error: BaseException) -> str:
     """An error's message on one line."""
-    text = told(error) or type(error).__name__
+    text = told(error)
     if isinstance(error, (MemoryError, RuntimeError)):
         return f"out of memory; lower data.batch_size, data.seq_len or the model's sizes ({text})"
     return text

@@ -47,8 +47,7 @@ def readable(base: HFBase, what: str = "it cannot be loaded") -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # settings of any type and size reach its classes
-        reason = told(error)[:300] or type(error).__name__
-        raise ValueError(f"{base.folder}: {what} ({reason})") from error
+        raise ValueError(f"{base.folder}: {what} ({told(error)[:300]})") from error
 
 
 def config_of(base: HFBase) -> Any:

@@ -359,14 +359,14 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
     def write_result() -> None:
         of_processes = objects_of_processes(phases.rounded(), trainer.job)
         if trainer.job.is_first:
-            require_own(recipe, trainer.step)
+            require_own(recipe, trainer.step)  # what came since the first step
             result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
             write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
 
-    if trainer.job.is_first:
-        require_own(recipe, trainer.step)  # what came since the first step
     if trainer.is_saved:  # whatever fails after this
         write_result()
+    elif trainer.job.is_first:
+        require_own(recipe, trainer.step)
     if trainer.job.is_first and recipe.train.plot:
         make = partial(_unless_it_fails, lambda: draw(run_dir, recipe.name), "plot", reporter)
         plot = _if_installed(make, "plot", "plot", reporter)

@@ -141,9 +141,11 @@ def _without_frozen(model: nn.Module) -> Iterator[None]:
     held = [each for each in owned if not each[-1].requires_grad]
     for module, name, parameter in held:
         setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
-    yield
-    for module, name, parameter in held:
-        setattr(module, name, parameter)
+    try:
+        yield
+    finally:
+        for module, name, parameter in held:
+            setattr(module, name, parameter)
 
 
 def _make_trained(recipe: Recipe, device: torch.device, home: torch.device) -> DecoderLM:

@@ -94,7 +94,7 @@ def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int)
 def _told(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"{signal.Signals((*error.args, signal.SIGINT)[0]).name} came"
-    return told(error)[:_LONGEST] or type(error).__name__
+    return told(error)[:_LONGEST]
 
 
 def _is_lost_process(error: BaseException) -> bool:
