@@ -28,6 +28,8 @@ READERS |= {
     f"torch.distributed.checkpoint.{name}"
     for name in ("load", "filesystem", "FileSystemReader", "state_dict_loader", "format_utils")
 }
+# By which torch.load takes experts in 4 bit, and no more: tests/integrations/test_hf_quantized_folders.py
+ADMITS = {"integrations/quantized_weight.py": ["torch.serialization.add_safe_globals", "torch.serialization"]}
 RUNNERS = {"eval", "exec", "__import__"}
 # Ways to apply a template, and the one module that has them: it bounds steps and texts.
 TEMPLATES = {"jinja2", "chat_template_utils", "apply_chat_template", "render_jinja_template", "mako", "chevron"}
@@ -141,7 +143,7 @@ def writers(tree: ast.AST) -> list[tuple[str, str]]:
 def test_every_module_keeps_the_rules() -> None:
     for module in MODULES:
         tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
-        assert readers(tree) == [], f"{module} reads a pickle, or runs text"
+        assert readers(tree) == ADMITS.get(module, []), f"{module} reads a pickle, or runs text"
         assert bool(renderers(tree)) == (module == BOUNDED), f"{module} applies a template without bounds"
         assert {function for function, _ in openers(tree)} == BY_NAME.get(module, set()), f"{module} opens by a name"
         if not module.startswith(ASKED_FOR):

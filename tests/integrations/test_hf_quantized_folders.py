@@ -2,12 +2,14 @@
 
 import gc
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import raises_one_line
 from hf_models import LIMIT, step, tokens
 from safetensors.torch import load_file, save_file
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers import auto
 
+from tilemoe.integrations import quantized_weight
 from tilemoe.integrations.quantized import (
     TilemoeConfig,
     dequantize_experts,
@@ -75,6 +78,61 @@ def test_a_folder_loads_in_4_bit_and_back_to_the_bit(family: str, storage: str, 
     assert again.config._experts_implementation == "tilemoe"
     peft = adapted(again.train())
     assert_equal(step(peft)[:2], step(adapted(model.train()))[:2])
+
+
+@pytest.mark.parametrize("storage", ["nf4", "nf4_double", "mxfp4"])
+def test_torch_load_reads_a_state_by_its_default(storage: str, tmp_path: Path) -> None:
+    """And so does accelerate: to the bit, as it lies in memory. A model in another storage is left as it is."""
+    model, other = wide("gpt_oss"), wide("gpt_oss")
+    quantize_experts(model, storage)
+    quantize_experts(other, "nf4" if storage != "nf4" else "mxfp4")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    bits, accelerator = [t.clone() for t in tensors(model)], Accelerator(cpu=True)
+    accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path / "accelerate"), safe_serialization=False)
+    for read in (lambda: model.load_state_dict(state), lambda: accelerator.load_state(str(tmp_path / "accelerate"))):
+        for tensor in tensors(model):
+            tensor.zero_()
+        read()
+        assert_equal(tensors(model), bits)
+    for name, weight in model.named_parameters():
+        if isinstance(weight, FrozenWeight):
+            assert [t.stride() for t in state[name].tensors()] == [t.stride() for t in weight.tensors()]
+    bits = [t.clone() for _, _, weight in quantized_weights(other) for t in weight.tensors()]
+    with pytest.raises(RuntimeError, match=r"take no values of .*; quantise the model as it was when it was saved"):
+        other.load_state_dict(state)
+    assert_equal([t for _, _, weight in quantized_weights(other) for t in weight.tensors()], bits)
+
+
+class Call:
+    """What a file may ask of a reader."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_a_file_makes_weights_of_plain_tensors_alone(tmp_path: Path) -> None:
+    stored = quantize_weight(torch.ones(2, 64, 64), "nf4", is_transposed=False).stored
+    codes, absmax = stored.codes, stored.absmax
+
+    def read(*call: Any) -> Any:
+        torch.save(Call(*call), tmp_path / "state.pt")
+        return torch.load(tmp_path / "state.pt")
+
+    call = ([codes, absmax], "nf4", torch.float32, False)
+    assert_equal(read(quantized_weight.loaded, call).tensors(), [codes, absmax])
+    for refused in ((FrozenWeight, (codes, torch.float32)), (quantized_weight.loaded, call, {"stored": codes})):
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            read(*refused)
+    wrong = [(codes, absmax.half()), (codes.int(), absmax), (codes[:1], absmax), (codes[0], absmax), (codes,)]
+    wrong += [(codes[..., :31], absmax), (codes[..., :0], absmax), (codes.to_sparse(), absmax), (codes, codes[..., :1])]
+    for parts in wrong:
+        with raises_one_line("are no weight of torch.float32 in nf4; save it again"):
+            read(quantized_weight.loaded, (list(parts), *call[1:]))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])

@@ -11,7 +11,7 @@ is ever made whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -114,6 +114,14 @@ class FrozenWeight(Tensor):
         whole = [t if shard.is_contiguous() else t.mT for t, shard in pairs]
         return FrozenWeight(self._like(*whole), param_dtype), ()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a call of `loaded`, which `torch.load` makes with its default ``weights_only``, too."""
+        stored, parts = self.stored, saved(self)
+        assert isinstance(stored, PackedWeight), "a parameter"
+        of_format = [name for name, each in STORAGES.items() if isinstance(stored, each.weight)]
+        storage = next(name for name in of_format if len(saved_names(name)) == len(parts))
+        return loaded, (list(parts), storage, self.dtype, storage == _MXFP4 and stored.blocked == 1)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self.stored).__name__} {tuple(self.shape)} of {self.dtype} on {self.device}"
 
@@ -127,7 +135,7 @@ class FrozenWeight(Tensor):
         if func is Tensor.element_size:  # a fraction of a byte, by which transformers tells what a model takes
             return sum(tensor.nbytes for tensor in args[0].tensors()) / args[0].numel()
         if func in (Tensor.untyped_storage, Tensor.storage):  # accelerate's save_state, for safetensors
-            raise ValueError("safetensors does not hold a weight in 4 bit; save the adapters, or call save_pretrained")
+            raise ValueError("safetensors holds no weight in 4 bit; pass safe_serialization=False, or save adapters")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
@@ -162,9 +170,16 @@ def _split(weight: FrozenWeight, size: int, dim: int = 0) -> list[FrozenWeight]:
 
 
 def _copy(weight: FrozenWeight, other: FrozenWeight, *_: Any) -> FrozenWeight:
-    for own, given in zip(weight.tensors(), other.tensors(), strict=True):
-        own.copy_(given)
+    own, given = (_kinds(each.tensors() if isinstance(each, FrozenWeight) else [each]) for each in (weight, other))
+    if own != given:  # which may broadcast, or be cast
+        raise ValueError(f"{own} take no values of {given}; quantise the model as it was when it was saved")
+    for tensor, value in zip(weight.tensors(), other.tensors(), strict=True):
+        tensor.copy_(value)
     return weight
+
+
+def _kinds(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tuple(each.shape)} {each.dtype} {each.layout}" for each in tensors)
 
 
 def _gathered(weight: FrozenWeight, *args: Any) -> FrozenWeight:
@@ -270,7 +285,13 @@ def saved(weight: FrozenWeight) -> tuple[Tensor, ...]:
 
 
 def loaded(parts: list[Tensor], storage: str, dtype: torch.dtype, is_transposed: bool) -> nn.Parameter:
-    """The inverse of `saved`."""
+    """The inverse of `saved`; ValueError unless the parts make a weight, for anyone may have made the file."""
+    form, codes = STORAGES[storage], parts[0]
+    shape = (1, *codes.shape[1:2], 2 * codes.shape[2:].numel())
+    is_whole = len(shape) == 3 and all(shape) and shape[2] % form.weight.block == 0 and dtype.is_floating_point
+    like = saved(FrozenWeight(form.quantize(torch.empty(shape, device="meta")), dtype)) if is_whole else ()
+    if _kinds(parts) != _kinds([t.expand(len(codes), *t.shape[1:]) for t in like]):
+        raise ValueError(f"{_kinds(parts)} are no weight of {dtype} in {storage}; save it again")
     if storage != _MXFP4:
         return _parameter(STORAGES[storage].weight(*parts), dtype)
     stored = Mxfp4Weight.from_checkpoint(*parts)
@@ -305,3 +326,7 @@ def check_quantizable(module: nn.Module, storage: str) -> None:
 
 def _refusal(module: nn.Module, reason: str) -> ValueError:
     return ValueError(f"the experts of {name_of(module)} cannot be stored in 4 bit: {reason}")
+
+
+# The one function that a file may call beside PyTorch's own: it makes a weight of plain tensors, or raises.
+torch.serialization.add_safe_globals([loaded])
