@@ -10,6 +10,7 @@ from helpers import losses, raises_one_line
 from safetensors.torch import load_file
 from test_train_lora import adapted, weights_of
 
+from tilemoe.cli.evaluate import EvalOptions, _evaluate, _of_checkpoint
 from tilemoe.cli.main import main
 from tilemoe.cli.train import _with_base
 from tilemoe.config import ModelConfig, MoEConfig
@@ -46,6 +47,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_hf(model, root / storage)
         ByteTokenizer().save(root / storage / "tokenizer.json")
     return root
+
+
+def assert_evaluated_as_in_training(run: Path) -> None:
+    found = _evaluate(_of_checkpoint(run, EvalOptions(str(run), precision="bf16")), 0)
+    assert found.nats_per_token == json.loads((run / "result.json").read_text())["heldout_nats_per_token"]
 
 
 def recipe_of(recipe: Recipe, base: Path, out: Path, storage: str = "dense", steps: int = 4) -> Recipe:
@@ -105,9 +111,8 @@ def test_beside_experts_in_4_bit_what_is_frozen_is_in_bf16(
     dense = recipe_of(moe_recipe, bases / "nf4", tmp_path / "dense", steps=2)
     train(dense, init_from=bases / "nf4")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "dense"), rel=1e-2)
-    saved = find_latest(tmp_path / "run")
-    assert saved is not None
-    assert weights_of(recipe)["embed.weight"].dtype == torch.float32
+    assert weights_of(recipe)["embed.weight"].dtype == torch.bfloat16, "as the run held it"
+    assert_evaluated_as_in_training(tmp_path / "run")
 
 
 def test_what_cannot_be_stored_so_is_said_before_anything_is_read(
@@ -149,9 +154,14 @@ def test_a_base_in_bf16_stays_so_and_every_loss_is_that_of_fp32(
     wide = weights_of(run("wide", "float32", 4))
     for name in ("narrow", "resumed"):
         other = weights_of(run(name, "bfloat16", 4))
-        assert all(torch.equal(other[each], tensor) for each, tensor in wide.items())
+        assert all(torch.equal(other[each].float(), tensor) for each, tensor in wide.items())
     first, second = (tmp_path / f"{name}-merged/model.safetensors" for name in ("wide", "narrow"))
     assert first.read_bytes() == second.read_bytes()
     stored = load_file(tmp_path / "narrow/step_00000004/model.safetensors")
     in_fp32 = ("up_", "down_", "lora_", "norm", "router", "embed")
-    assert all((t.dtype == torch.float32) == any(part in name for part in in_fp32) for name, t in stored.items())
+    for tensors in (stored, other):
+        assert all((t.dtype == torch.float32) == any(part in name for part in in_fp32) for name, t in tensors.items())
+    for name in ("wide", "narrow"):
+        assert_evaluated_as_in_training(tmp_path / name)
+        generate = ["generate", "--checkpoint", str(tmp_path / name), "--prompt", "a", "--max-new-tokens", "2"]
+        assert main(generate) == 0

@@ -96,7 +96,7 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     from tilemoe.train.datasets import prepare_data
     from tilemoe.train.loop import data_fingerprint
 
-    restored = restore(folder, options.device)
+    restored = restore(folder, options.device, options.precision)
     state = restored.checkpoint.state
     recipe = state.recipe
     tokenizer = restored.checkpoint.tokenizer_spec

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     from tilemoe.models.sums import write_sums
     from tilemoe.train.checkpoints.restore import restore
 
-    restored = restore(expand_user(options.checkpoint), "cpu")
+    restored = restore(expand_user(options.checkpoint), "cpu", None if options.adapter else "fp32")
     try:
         with staged_folder(out) as staging:  # everything appears together or not at all
             _write_weights(restored, staging, is_adapter=options.adapter)

@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> None:
     from tilemoe.data.chat_encoder import ChatEncoder
     from tilemoe.models.folder import find_folder, is_hf
     from tilemoe.models.sums import sums_line
-    from tilemoe.train.checkpoints.restore import restore_model
+    from tilemoe.train.checkpoints.restore import autocast_of, restore_model
     from tilemoe.train.sample import continue_text
 
     folder = find_folder("--checkpoint", options.checkpoint)
@@ -49,16 +49,17 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(
             "--chat: the checkpoint has no chat template; fine-tune it with --data.format chat, or omit it"
         )
-    found = continue_text(
-        model,
-        tokenizer,
-        options.prompt,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-        chat=ChatEncoder(tokenizer) if options.chat else None,
-    )
+    with autocast_of(model):
+        found = continue_text(
+            model,
+            tokenizer,
+            options.prompt,
+            options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+            chat=ChatEncoder(tokenizer) if options.chat else None,
+        )
     print(found.text)
     if found.is_cut:
         print(

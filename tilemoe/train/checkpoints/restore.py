@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ class Restored:
 
 
 def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, Tokenizer]:
-    """The model, for evaluation, and the tokenizer of a checkpoint, as `restore`, or of transformers' folder, in fp32.
+    """The model, for evaluation, and the tokenizer of a checkpoint, as `restore`, or in fp32 of transformers' folder.
 
     ValueError: there is none, it is damaged, or it is of an architecture that `DecoderLM` does not have.
     """
@@ -208,15 +208,23 @@ def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, 
     return model, tokenizer
 
 
-def restore(path: Path, device_name: str) -> Restored:
+def autocast_of(model: nn.Module) -> AbstractContextManager[object]:
+    """Autocast for a restored model whose embeddings are in fp32 and frozen matrices in bf16 (``lora.base_dtype``)."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    is_mixed = isinstance(model, DecoderLM) and model.embed.weight.dtype == torch.float32 and torch.bfloat16 in dtypes
+    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=is_mixed)
+
+
+def restore(path: Path, device_name: str, precision: str | None = None) -> Restored:
     """The model and the tokenizer of a run's newest checkpoint, or of one step's folder.
 
+    ``precision``: "fp32" for weights in it; else what is frozen is in the dtype of the run, as `frozen_dtype`.
     CheckpointError: there is none, or it is damaged.
     """
-    return read_newest(path, lambda: _restore(path, device_name))
+    return read_newest(path, lambda: _restore(path, device_name, precision))
 
 
-def _restore(path: Path, device_name: str) -> Restored:
+def _restore(path: Path, device_name: str, precision: str | None) -> Restored:
     checkpoint = resolve_checkpoint(path)
     checkpoint.require_bytes()
     device, recipe = select_device(device_name), checkpoint.state.recipe
@@ -225,7 +233,8 @@ def _restore(path: Path, device_name: str) -> Restored:
         recipe.model.require_unchanged()
         model = make_adapted(recipe, device, device)
     else:
-        model = make_decoder(recipe, device=device)
+        frozen = torch.float32 if precision == "fp32" else frozen_dtype(recipe, device)
+        model = make_decoder(recipe, device=device, frozen=frozen)
     checkpoint.load_model(model)
     model.eval()
     tokenizer = load_tokenizer(checkpoint.tokenizer_spec)
