@@ -19,9 +19,10 @@ from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.layers.lora import packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
-from tilemoe.testing import relative_error
+from tilemoe.runtime import random
+from tilemoe.testing import assert_equal, relative_error
 from tilemoe.train.checkpoints.folder import find_latest
-from tilemoe.train.checkpoints.restore import build_model, frozen_dtype
+from tilemoe.train.checkpoints.restore import build_model, build_shared_model, frozen_dtype, make_decoder
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.job.processes import Job
 from tilemoe.train.preflight import require_ready
@@ -113,6 +114,25 @@ def test_beside_experts_in_4_bit_what_is_frozen_is_in_bf16(
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "dense"), rel=1e-2)
     assert weights_of(recipe)["embed.weight"].dtype == torch.bfloat16, "as the run held it"
     assert_evaluated_as_in_training(tmp_path / "run")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("storage", ["dense", *STORAGES])
+def test_a_base_that_is_read_is_not_drawn(storage: str, moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in a job; what trains has the values that it has in a model that is drawn whole."""
+    lora = LoRAConfig(rank=4, storage=storage, train_router=True)  # type: ignore[arg-type]
+    recipe = replace(moe_recipe, model=MODEL, lora=lora)
+    whole = make_decoder(recipe)
+    whole.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
+    trained = {name: parameter for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    drawn: list[torch.Tensor] = []
+    fill = random._fill
+    monkeypatch.setattr(random, "_fill", lambda weight, *more: (drawn.append(weight), fill(weight, *more)))
+    for model in (build_model(recipe, CPU), build_shared_model(recipe, CPU, Job())):
+        found = {name: random.local_part(each)[0] for name, each in model.named_parameters() if each.requires_grad}
+        assert_equal(found, trained)
+        assert not any(parameter.is_meta for parameter in model.parameters())
+    assert all(weight.is_meta or weight.requires_grad for weight in drawn)
 
 
 def test_what_cannot_be_stored_so_is_said_before_anything_is_read(

@@ -4,16 +4,14 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import losses, raises_one_line, timeless
 
 from tilemoe.cli.main import main
@@ -144,14 +142,6 @@ def test_what_fails_after_training_costs_nothing_else(
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A job of this process alone, which shards its model over itself."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
-    yield
-    dist.destroy_process_group()
 
 
 def trainer_of(recipe: Recipe, shared: bool) -> Trainer:

@@ -22,9 +22,9 @@ def parallelize(
 ) -> None:
     """Shard ``model`` over the processes of ``meshes``, in place, as ``meshes.config`` says.
 
-    A model on the meta device is materialised on ``device`` when it is sharded, each process drawing its own part: its
-    weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Any other model must hold the
-    same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
+    A model on the meta device is materialised on ``device``, if given, when it is sharded, each process drawing its own
+    part: its weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Any other must hold
+    the same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
 
     Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
     ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
@@ -52,7 +52,6 @@ def parallelize(
         require_choice("compile_backend", compile_backend, torch.compiler.list_backends(exclude_tags=()))
     config = meshes.config
     is_meta = model.embed.weight.is_meta
-    assert not is_meta or device is not None, "a model on the meta device needs a device to be brought to"
     model.set_checkpointing(config.checkpointing)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     transports = None
@@ -63,6 +62,6 @@ def parallelize(
             block.compiled_by = compile_backend
         shard_block(block, meshes, transports, is_last=block is blocks[-1])
     shard_rest(model, meshes)
-    if is_meta:
+    if is_meta and device is not None:
         model.to_empty(device=device)
         model.reset_parameters(generator)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,7 @@ def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
     if isinstance(recipe.model, HFBase):
         return make_adapted(recipe, device, device)
     model = _make_trained(recipe, device, device)
-    with _without_frozen(model):
-        model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
+    _draw_trained(model, recipe.train.seed)
     model.set_checkpointing(recipe.parallel.checkpointing)
     backend = compile_backend(recipe)
     if backend is not None:
@@ -134,18 +132,15 @@ def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
     return model
 
 
-@contextmanager
-def _without_frozen(model: nn.Module) -> Iterator[None]:
-    """In the block frozen parameters have no memory to draw values into; the others get those that they get beside."""
+def _draw_trained(model: DecoderLM, seed: int) -> None:
+    """Draw what trains as in a model that is drawn whole; frozen parameters have no memory meanwhile."""
     owned = [(module, *each) for module in model.modules() for each in module.named_parameters(recurse=False)]
     held = [each for each in owned if not each[-1].requires_grad]
     for module, name, parameter in held:
         setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
-    try:
-        yield
-    finally:
-        for module, name, parameter in held:
-            setattr(module, name, parameter)
+    model.reset_parameters(torch.Generator().manual_seed(seed))
+    for module, name, parameter in held:
+        setattr(module, name, parameter)
 
 
 def _make_trained(recipe: Recipe, device: torch.device, home: torch.device) -> DecoderLM:
@@ -174,8 +169,8 @@ def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> Decode
         return adapted
     model = _make_trained(recipe, device, torch.device("meta"))
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
-    generator = torch.Generator().manual_seed(recipe.train.seed)
-    parallelize(model, meshes, device=device, generator=generator, compile_backend=compile_backend(recipe))
+    parallelize(model, meshes, compile_backend=compile_backend(recipe))
+    _draw_trained(model.to_empty(device=device), recipe.train.seed)
     return model
 
 
