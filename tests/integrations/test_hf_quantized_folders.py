@@ -29,6 +29,8 @@ from tilemoe.integrations.quantized import (
 )
 from tilemoe.integrations.quantized_weight import FrozenWeight, quantize_weight, quantized_weights
 from tilemoe.kernels.experts.formats.mxfp4 import quantize_mxfp4
+from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
+from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.testing import assert_equal
 
 
@@ -80,47 +82,36 @@ def test_a_folder_loads_in_4_bit_and_back_to_the_bit(family: str, storage: str, 
     assert_equal(step(peft)[:2], step(adapted(model.train()))[:2])
 
 
-@pytest.mark.parametrize("storage", ["nf4", "nf4_double", "mxfp4"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_torch_load_reads_a_state_by_its_default(storage: str, tmp_path: Path) -> None:
-    """And so does accelerate: to the bit, as it lies in memory. A model in another storage is left as it is."""
+    """And accelerate does, to the bit, as it lies in memory; a model in another storage is left as it is."""
     model, other = wide("gpt_oss"), wide("gpt_oss")
     quantize_experts(model, storage)
-    quantize_experts(other, "nf4" if storage != "nf4" else "mxfp4")
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt")
-    bits, accelerator = [t.clone() for t in tensors(model)], Accelerator(cpu=True)
+    quantize_experts(other, "mxfp4" if storage == "nf4" else "nf4")
+    bits, kept = ([t.clone() for t in tensors(each)] for each in (model, other))
+    strides = [t.stride() for t in tensors(model)]
+    accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
-    accelerator.save_state(str(tmp_path / "accelerate"), safe_serialization=False)
-    for read in (lambda: model.load_state_dict(state), lambda: accelerator.load_state(str(tmp_path / "accelerate"))):
+    accelerator.save_state(str(tmp_path), safe_serialization=False)
+    state = torch.load(tmp_path / "pytorch_model.bin")
+    for read in (lambda: model.load_state_dict(state), lambda: accelerator.load_state(str(tmp_path))):
         for tensor in tensors(model):
             tensor.zero_()
         read()
         assert_equal(tensors(model), bits)
-    for name, weight in model.named_parameters():
-        if isinstance(weight, FrozenWeight):
-            assert [t.stride() for t in state[name].tensors()] == [t.stride() for t in weight.tensors()]
-    bits = [t.clone() for _, _, weight in quantized_weights(other) for t in weight.tensors()]
     with pytest.raises(RuntimeError, match=r"take no values of .*; quantise the model as it was when it was saved"):
         other.load_state_dict(state)
-    assert_equal([t for _, _, weight in quantized_weights(other) for t in weight.tensors()], bits)
-
-
-class Call:
-    """What a file may ask of a reader."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> Any:
-        return self.call
+    assert_equal(tensors(other), kept)
+    model.load_state_dict(state, assign=True)
+    assert [t.stride() for t in tensors(model)] == strides
 
 
 def test_a_file_makes_weights_of_plain_tensors_alone(tmp_path: Path) -> None:
-    stored = quantize_weight(torch.ones(2, 64, 64), "nf4", is_transposed=False).stored
-    codes, absmax = stored.codes, stored.absmax
+    codes, absmax = quantize_nf4(torch.ones(2, 64, 64)).tensors.values()
+    half = codes[..., :16]
 
     def read(*call: Any) -> Any:
-        torch.save(Call(*call), tmp_path / "state.pt")
+        torch.save(type("Call", (), {"__reduce__": lambda self: call})(), tmp_path / "state.pt")
         return torch.load(tmp_path / "state.pt")
 
     call = ([codes, absmax], "nf4", torch.float32, False)
@@ -128,11 +119,10 @@ def test_a_file_makes_weights_of_plain_tensors_alone(tmp_path: Path) -> None:
     for refused in ((FrozenWeight, (codes, torch.float32)), (quantized_weight.loaded, call, {"stored": codes})):
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             read(*refused)
-    wrong = [(codes, absmax.half()), (codes.int(), absmax), (codes[:1], absmax), (codes[0], absmax), (codes,)]
-    wrong += [(codes[..., :31], absmax), (codes[..., :0], absmax), (codes.to_sparse(), absmax), (codes, codes[..., :1])]
-    for parts in wrong:
+    for wrong in ((codes, absmax.half()), (codes.int(), absmax), (codes[:1], absmax), (codes[0], absmax), (codes,),
+                  (half, absmax), (half[..., :0], absmax), (codes.to_sparse(), absmax), (codes, half)):  # fmt: skip
         with raises_one_line("are no weight of torch.float32 in nf4; save it again"):
-            read(quantized_weight.loaded, (list(parts), *call[1:]))
+            read(quantized_weight.loaded, (list(wrong), *call[1:]))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])

@@ -59,18 +59,19 @@ class FrozenWeight(Tensor):
         made.stored, made.added = stored, added
         return made
 
+    @property
+    def packed(self) -> PackedWeight:
+        """What a parameter is stored as."""
+        assert isinstance(self.stored, PackedWeight), "a parameter"
+        return self.stored
+
     def tensors(self) -> list[Tensor]:
         """What it consists of, codes first."""
-        assert isinstance(self.stored, PackedWeight), "a parameter"
-        return list(self.stored.tensors.values())
+        return list(self.packed.tensors.values())
 
     def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FrozenWeight:
         """Of what ``function`` makes of its tensors."""
-        return FrozenWeight(self._like(*map(function, self.tensors())), dtype or self.dtype)
-
-    def _like(self, *tensors: Tensor) -> PackedWeight:
-        assert isinstance(self.stored, PackedWeight), "a parameter"
-        return type(self.stored)(*tensors)
+        return FrozenWeight(type(self.packed)(*map(function, self.tensors())), dtype or self.dtype)
 
     def transpose(self, first: int, second: int) -> FrozenWeight:
         """(E, q, p), not a parameter."""
@@ -87,10 +88,9 @@ class FrozenWeight(Tensor):
     @torch.no_grad()
     def dense(self) -> Tensor:
         """(E, p, q) in its dtype, one expert at a time, without what an adapter adds."""
-        assert isinstance(self.stored, PackedWeight), "a parameter"
         dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for expert, matrix in enumerate(dense):
-            matrix.copy_(self.stored.expert(expert, self.dtype))
+            matrix.copy_(self.packed.expert(expert, self.dtype))
         return dense
 
     def fsdp_pre_all_gather(
@@ -112,15 +112,14 @@ class FrozenWeight(Tensor):
             return FrozenWeight(self.stored, param_dtype), ()
         pairs = zip(gathered, self.tensors(), strict=True)
         whole = [t if shard.is_contiguous() else t.mT for t, shard in pairs]
-        return FrozenWeight(self._like(*whole), param_dtype), ()
+        return FrozenWeight(type(self.packed)(*whole), param_dtype), ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a call of `loaded`, which `torch.load` makes with its default ``weights_only``, too."""
-        stored, parts = self.stored, saved(self)
-        assert isinstance(stored, PackedWeight), "a parameter"
-        of_format = [name for name, each in STORAGES.items() if isinstance(stored, each.weight)]
+        parts = saved(self)
+        of_format = [name for name, each in STORAGES.items() if isinstance(self.packed, each.weight)]
         storage = next(name for name in of_format if len(saved_names(name)) == len(parts))
-        return loaded, (list(parts), storage, self.dtype, storage == _MXFP4 and stored.blocked == 1)
+        return loaded, (list(parts), storage, self.dtype, storage == _MXFP4 and self.packed.blocked == 1)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self.stored).__name__} {tuple(self.shape)} of {self.dtype} on {self.device}"
@@ -328,5 +327,5 @@ def _refusal(module: nn.Module, reason: str) -> ValueError:
     return ValueError(f"the experts of {name_of(module)} cannot be stored in 4 bit: {reason}")
 
 
-# The one function that a file may call beside PyTorch's own: it makes a weight of plain tensors, or raises.
+# A file may call it, and PyTorch's own functions: it makes a weight of plain tensors, or raises.
 torch.serialization.add_safe_globals([loaded])
