@@ -1,6 +1,5 @@
 """Four processes that share a layer's experts compute what one does, and send no more than they must; also on GPUs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,17 +8,6 @@ from dispatch_checks import CHECKS, GPU_CHECKS
 from ranks import run_on_ranks
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module", params=["collective", pytest.param("files", marks=pytest.mark.thorough)])
-def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """``files`` stand for symmetric memory: the same windows and kernels, which Triton interprets."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EXCHANGE_UNDER_TEST", request.param)
-        patch.setenv("WINDOWS", str(folder))
-        patch.setenv("TRITON_INTERPRET", str(int(request.param == "files")))
-        return run_on_ranks(selected(CHECKS), 4, folder)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

@@ -1,6 +1,5 @@
 """Tokens and their gradients that cross between four processes in FP8; also on Hopper GPUs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +9,6 @@ from ranks import run_on_ranks
 
 pytestmark = pytest.mark.dist
 NAMES = [check.__name__ for check in CHECKS]
-
-
-@pytest.fixture(scope="module", params=["collective", pytest.param("files", marks=pytest.mark.thorough)])
-def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """``files`` stand for symmetric memory."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EXCHANGE_UNDER_TEST", request.param)
-        patch.setenv("WINDOWS", str(folder))
-        patch.setenv("TRITON_INTERPRET", str(int(request.param == "files")))
-        return run_on_ranks(selected(CHECKS), 4, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,8 @@
 """Windows over files: the protocol with pauses and planted faults, what does not fit, backwards in any order."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import window_checks
-from ranks import named, run_on_ranks
+from ranks import named
 
 pytestmark = pytest.mark.dist
 CHECKS = window_checks.CHECKS
@@ -26,16 +23,7 @@ QUICK = (
 )
 
 
-@pytest.fixture(scope="module")
-def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EXCHANGE_UNDER_TEST", "files")
-        patch.setenv("WINDOWS", str(folder))
-        patch.setenv("TRITON_INTERPRET", "1")
-        return run_on_ranks(selected(CHECKS), 4, folder)
-
-
+@pytest.mark.parametrize("results", ["files"], indirect=True)
 @pytest.mark.parametrize("name", named(CHECKS, *QUICK))
 def test_four_processes(name: str, results: dict[str, str]) -> None:
     assert not results[name], results[name]

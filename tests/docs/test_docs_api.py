@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tilemoe
 import tilemoe.parallel
@@ -34,13 +33,11 @@ def found(name: str) -> Any:
 
 
 @pytest.fixture
-def for_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def for_examples(one_process: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder and a job of this process alone; what examples register is gone after."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
     integration.unregister()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tilemoe.config import ParallelConfig
@@ -200,31 +200,29 @@ class _Layer(nn.Module):
 
 @pytest.mark.parametrize(("between", "a_step"), [("nothing", 6), ("weights", 2), ("weights_and_gradients", 2)])
 def test_a_weight_that_fsdp_gathers_is_quantised_once_a_step_for_each_use(
-    between: Literal["nothing", "weights", "weights_and_gradients"], a_step: int, launched: Launched
+    between: Literal["nothing", "weights", "weights_and_gradients"],
+    a_step: int,
+    launched: Launched,
+    one_process: DeviceMesh,
 ) -> None:
     """In a step of three micro-batches whose gathers PyTorch's version counter does not tell of."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        config = ParallelConfig(between_micro_batches=between, reshard_after_forward=False)
-        model = _Layer()
-        mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for _ in range(2):
-            launched.clear()
-            values = model.weight.detach().to_local().bfloat16()
-            with micro_batches(config):
-                for part in range(3):
-                    begin_micro_batch(model, config, is_last=part == 2)
-                    x = torch.ones(4, 256, dtype=torch.bfloat16, requires_grad=True)
-                    o = model(x)
-                    o.backward(torch.ones_like(o))
-                    assert_equal(o, torch.einsum("tq,epq->tp", x, quantize(values, (1, 256)).dense(x.dtype)))
-            assert len(launched) == a_step
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        dist.destroy_process_group()
+    config = ParallelConfig(between_micro_batches=between, reshard_after_forward=False)
+    model = _Layer()
+    fully_shard(model, mesh=one_process, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        launched.clear()
+        values = model.weight.detach().to_local().bfloat16()
+        with micro_batches(config):
+            for part in range(3):
+                begin_micro_batch(model, config, is_last=part == 2)
+                x = torch.ones(4, 256, dtype=torch.bfloat16, requires_grad=True)
+                o = model(x)
+                o.backward(torch.ones_like(o))
+                assert_equal(o, torch.einsum("tq,epq->tp", x, quantize(values, (1, 256)).dense(x.dtype)))
+        assert len(launched) == a_step
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_operands_end_with_their_weight(launched: Launched) -> None:

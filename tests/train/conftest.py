@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from distributed_checkpoint_checks import RUN
 from helpers import write_corpus
 from untrusted_files import write_checkpoint, write_sharded
@@ -39,14 +37,6 @@ def moe_recipe(corpus: Path, tmp_path: Path) -> Recipe:
 @pytest.fixture
 def dense_recipe(moe_recipe: Recipe) -> Recipe:
     return replace(moe_recipe, model=replace(moe_recipe.model, moe=None, dense_intermediate_size=32))
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A job of this process alone, which shards its model over itself."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

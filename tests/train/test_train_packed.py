@@ -116,7 +116,7 @@ def test_beside_experts_in_4_bit_what_is_frozen_is_in_bf16(
     assert_evaluated_as_in_training(tmp_path / "run")
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("storage", ["dense", *STORAGES])
 def test_a_base_that_is_read_is_not_drawn(storage: str, moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and in a job; what trains has the values that it has in a model that is drawn whole."""

@@ -149,7 +149,7 @@ def trainer_of(recipe: Recipe, shared: bool) -> Trainer:
     return Trainer(recipe, model, prepare_data(recipe.data, "bytes"), CPU)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("shared", "param_dtype", "autocast", "normed"),
     [
@@ -184,7 +184,7 @@ def test_bf16(
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}, "what the optimiser updates"
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_process")
 def test_fp32_is_fp32_throughout(moe_recipe: Recipe) -> None:
     trainer, expected = trainer_of(moe_recipe, True), trainer_of(moe_recipe, False)
     for _ in range(3):
