@@ -27,6 +27,7 @@ from tilemoe.models.decoder import LMOutput
 from tilemoe.models.generate import continued, sample
 from tilemoe.models.hf_base import HFBase
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
+from tilemoe.models.sums import SHARD_BYTES
 from tilemoe.runtime.random import uniform_
 
 _FLEX = "flex_attention"
@@ -164,7 +165,7 @@ class HFDecoder(nn.Module):
             )
         dequantize_experts(self.peft)
         merged = self.peft.merge_and_unload()
-        merged.to(config_of(self.config).dtype).save_pretrained(folder)
+        merged.to(config_of(self.config).dtype).save_pretrained(folder, max_shard_size=SHARD_BYTES)
 
     def set_checkpointing(self, mode: str) -> None:
         """As `DecoderLM`'s, but for "attention"."""

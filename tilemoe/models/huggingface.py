@@ -29,7 +29,7 @@ from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import CONFIG_FILE, find_folder, read_config
 from tilemoe.models.hf_config import ARCHITECTURES, IN_BF16, Architecture, export_line, hf_config_dict, import_line
-from tilemoe.models.sums import checked, sums_line
+from tilemoe.models.sums import SHARD_BYTES, checked, sums_line
 from tilemoe.runtime.tensors import is_finite, require_factory
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -107,7 +107,7 @@ def save_hf(
     folder: str | Path,
     *,
     eos_token_id: int | list[int] | None = None,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write config.json, generation_config.json and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
 
@@ -138,7 +138,7 @@ def save_hf(
 
 
 def write_hf(
-    model: DecoderLM, folder: Path, *, eos_token_id: int | list[int] | None = None, max_shard_bytes: int = 4 << 30
+    model: DecoderLM, folder: Path, *, eos_token_id: int | list[int] | None = None, max_shard_bytes: int = SHARD_BYTES
 ) -> None:
     """`save_hf` into an existing folder, without syncing. ValueError: as `to_hf_state_dict`."""
     tensors = to_hf_state_dict(model)
