@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 try:
     import spmd_types
@@ -32,6 +31,7 @@ except ImportError as error:
 
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_rows, plan_topk
+from tilemoe.runtime.random import local_of
 
 
 class TileMoEGroupedExperts(FusedGroupedExperts):
@@ -43,8 +43,7 @@ class TileMoEGroupedExperts(FusedGroupedExperts):
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """w1 (E, 2F, D), gate and up interleaved, and w2 (E, D, F): this rank's, in bf16, views if they are in it."""
-        local = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2_EDF)]
-        w13, w2 = (w.bfloat16() for w in local)
+        w13, w2 = (local_of(w).bfloat16() for w in (self.w13, self.w2_EDF))
         return w13.flatten(1, 2), w2
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:

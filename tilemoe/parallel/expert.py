@@ -27,6 +27,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.divided_adapters import divide_adapters, wrappers_of
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import PackedLoRAExperts
+from tilemoe.runtime.random import local_of
 
 _FSDP = "fsdp"  # of a dimension that is added to a mesh without one
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks
@@ -157,7 +158,7 @@ def even_placements(experts: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]
     """
     placements: dict[nn.Parameter, Shard] = {}
     for parameter in experts.parameters(recurse=False):
-        here, rows = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[:2]
+        here, rows = local_of(parameter).shape[:2]
         if here % ranks and rows % ranks == 0:
             placements[parameter] = Shard(1)
     return placements
