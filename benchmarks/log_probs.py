@@ -71,10 +71,11 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 def sample(model: PreTrainedModel, prompts: Tensor, new: int) -> Sampled:
     """By transformers' generate."""
     has_experts = any(True for _ in integration.experts_modules(model))
+    no_loss = {"output_router_logits": False} if has_experts else {}  # at which 5.17 fails with several texts
     with record_routing(model) if has_experts else nullcontext() as routing:
         out = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=new, max_new_tokens=new, do_sample=True,
-            top_k=0, output_logits=True, return_dict_in_generate=True,
+            top_k=0, output_logits=True, return_dict_in_generate=True, **no_loss,
         )  # fmt: skip
     log_probs = log_probs_of(torch.stack(out.logits, dim=1), out.sequences[:, -new:])
     return Sampled(out.sequences, log_probs, routing.expert_ids(len(prompts)) if has_experts else None)
