@@ -71,7 +71,7 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 def sample(model: PreTrainedModel, prompts: Tensor, new: int) -> Sampled:
     """By transformers' generate."""
     has_experts = any(True for _ in integration.experts_modules(model))
-    no_loss = {"output_router_logits": False} if has_experts else {}  # at which 5.17 fails with several texts
+    no_loss = {"output_router_logits": False} if has_experts else {}  # transformers 5.17 fails at that loss
     with record_routing(model) if has_experts else nullcontext() as routing:
         out = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=new, max_new_tokens=new, do_sample=True,

@@ -170,7 +170,7 @@ def _split(weight: FrozenWeight, size: int, dim: int = 0) -> list[FrozenWeight]:
 
 def _copy(weight: FrozenWeight, other: FrozenWeight, *_: Any) -> FrozenWeight:
     own, given = (_kinds(each.tensors() if isinstance(each, FrozenWeight) else [each]) for each in (weight, other))
-    if own != given:  # which may broadcast, or be cast
+    if own != given:  # copy_ would broadcast or cast them
         raise ValueError(f"{own} take no values of {given}; quantise the model as it was when it was saved")
     for tensor, value in zip(weight.tensors(), other.tensors(), strict=True):
         tensor.copy_(value)
@@ -327,5 +327,5 @@ def _refusal(module: nn.Module, reason: str) -> ValueError:
     return ValueError(f"the experts of {name_of(module)} cannot be stored in 4 bit: {reason}")
 
 
-# A file may call it, and PyTorch's own functions: it makes a weight of plain tensors, or raises.
+# The one function of ours that a file read by torch.load may call: it makes a weight of plain tensors, or raises.
 torch.serialization.add_safe_globals([loaded])

@@ -18,7 +18,7 @@ _LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its
 _THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # one core is left to who reads the weights meanwhile
 _PIECE = 1 << 23  # bytes, for each of which a thread waits for the interpreter, which may be reading weights
 _WEIGHTS = ".safetensors"
-SHARD_BYTES = 1 << 30  # of an export's files, of which each thread hashes another
+SHARD_BYTES = 1 << 30  # of an export's file at most: a thread hashes a file, so several are hashed at once
 _READ = (_WEIGHTS, ".json", ".jinja")  # the kinds of file that are read from an export
 
 Entries = dict[str, dict[str, Any]]
