@@ -16,6 +16,7 @@ from pathlib import Path
 
 import processes
 import torch
+from copies import Copy
 from helpers import HANGS
 
 from tilemoe.cli.main import main
@@ -48,7 +49,7 @@ def run_by_copies(folder: Path, environment: dict[str, str], *command: str) -> s
                 if select.select([server], [], [], 0.05)[0]:
                     connection, _ = server.accept()
                     with connection:
-                        copies.append(processes.Copy(partial(_serve, connection)))
+                        copies.append(Copy(partial(_serve, connection)))
             started.kill()
             for copy in copies:
                 copy.wait(HANGS)
@@ -72,7 +73,7 @@ def _serve(connection: socket.socket) -> None:
         torch.set_num_threads(1)  # PyTorch makes its pool anew in a copy; of threads that ask first, two may find none
         return COMMANDS[name](arguments)
 
-    connection.send(str(processes.Copy(run).wait()).encode())
+    connection.send(str(Copy(run).wait()).encode())
 
 
 def _python(arguments: list[str]) -> None:

@@ -12,8 +12,6 @@ import errno
 import fcntl
 import io
 import os
-import signal
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ from tilemoe.cli.main import one_line
 
 ALL = os.environ.get("TILEMOE_FAULTS") == "all"  # every fault, as `make faults` sets it; else a selection
 KILLED = 77  # the exit code of a process that was ended at a call
-SECONDS = 60  # that a copy of the process may take
 # What may come of each call. "short": a part is written, and the caller told how much. "torn": a part, then ENOSPC.
 ERRORS = {
     "open": ("EACCES", "ENOSPC", "EIO"),
@@ -208,23 +205,6 @@ def watched(folder: Path, fault: Fault | None = None) -> Iterator[Calls]:
             if name not in ("write", "close", "flock", "serialize_file"):
                 patch.setattr(os, name, seen(name, getattr(os, name)))
         yield calls
-
-
-def in_fork(work: Callable[[], object]) -> int:
-    """The exit code of a copy of this process that does ``work``: 0: done; 1: it raised; below 0: a signal's, that of
-    the alarm where it hung.
-    """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(SECONDS)
-    try:
-        work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
 
 
 def complaint(error: BaseException, place: Path) -> str | None:

@@ -7,26 +7,22 @@ agent would start interpreters it starts copies, too. All else is torchrun's own
 from __future__ import annotations
 
 import ctypes
-import faulthandler
-import gc
 import importlib
-import io
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
+from copies import Copy, children
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
@@ -209,54 +205,6 @@ class Place:
         return end_of_run(self.run, self.folder / "cache")
 
 
-class Copy:
-    """A copy of this process that does ``work``, as what `subprocess.Popen` gives."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _do_and_exit(work)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if found else None
-        return self.returncode
-
-    def wait(self, timeout: float = math.inf) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a copy", timeout)
-            time.sleep(0.01)
-        return code
-
-
-def _do_and_exit(work: Callable[[], object]) -> NoReturn:
-    code: Any = 1
-    try:
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2)
-        )
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        gc.freeze()  # what it inherited may have threads, which are not here, to end
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1)
-        code = work() or 0
-    except SystemExit as exit:
-        code = exit.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def run(arguments: Sequence[object], processes: int, restarts: int | None, fault: Fault | None, folder: Path) -> Ended:
     """``tilemoe`` with these arguments, by torchrun unless ``restarts`` is None; ``folder`` is for what it prints."""
     out, err, ended = folder / "out", folder / "err", folder / "ended"
@@ -290,21 +238,8 @@ def _until_it_ends(copy: Copy, fault: Fault | None) -> int | None:
             return copy.wait(0.05)
         except subprocess.TimeoutExpired:
             pass
-    _print_stacks(copy.pid)
-    os.kill(copy.pid, signal.SIGKILL)
+    copy.kill()
     return None
-
-
-def _print_stacks(process: int) -> None:
-    """To its standard error: where it and each process below it hangs."""
-    for child in _children(process):
-        _print_stacks(child)
-    os.kill(process, signal.SIGUSR1)
-    time.sleep(0.1)  # one after the other
-
-
-def _children(process: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
 
 
 def _orphans() -> Iterator[str]:
@@ -318,7 +253,7 @@ def _orphans() -> Iterator[str]:
         if not found and time.monotonic() > deadline:
             break
         time.sleep(0 if found else 0.01)
-    for child in _children(os.getpid()):
+    for child in children(os.getpid()):
         yield Path("/proc", str(child), "cmdline").read_text()
         os.kill(child, signal.SIGKILL)
 

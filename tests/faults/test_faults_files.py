@@ -6,16 +6,20 @@ next try succeeds and leaves what an undisturbed one leaves.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filesystem import ALL, FAULTS, KILLED, Call, Fault, complaint, in_fork, watched
-from writes import WRITES, Write
+import torch.distributed as dist
+from copies import Copy
+from filesystem import ALL, FAULTS, KILLED, Call, Fault, complaint, watched
+from writes import WRITES, Write, group_of_one
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("forks")]
+SECONDS = 60  # that a copy of the process may take
 
 
 class Kind:
@@ -97,7 +101,7 @@ def outcome(kind: Kind, fault: Fault) -> list[str]:
     wrong: list[str | None] = []
     succeeded = False
     if "kill" in fault.kind:
-        code = in_fork(disturbed)
+        code = Copy(disturbed).finish(SECONDS)
         wrong.append(None if code == KILLED else f"exit code {code}")
     else:
         try:
@@ -158,3 +162,12 @@ def test_every_call(
     record_property("cases", len(numbers))
     if failed:
         pytest.fail(f"{len(failed)} of {len(numbers)}\n" + "\n".join(failed[:30]), pytrace=False)
+
+
+def test_a_copy_ends_nothing_that_it_inherited() -> None:
+    """A process group's destructor would wait for threads that only its first process has."""
+    with group_of_one():
+        cycle: list[Any] = [dist.group.WORLD]
+    cycle.append(cycle)
+    del cycle
+    assert Copy(lambda: gc.collect() * 0).finish(10) == 0

@@ -6,11 +6,10 @@ names nor write anywhere: an audit hook of Python's sees it.
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import resource
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from copies import Copy
 from filesystem import ALL, complaint
 from mutations import mutations
 from reads import READS, Read
@@ -91,26 +91,16 @@ def forbidden(seen: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
 
 def read_apart(folder: Path, intact: Intact) -> tuple[str, str]:
     """What comes of reading: "same", "other" or "refused" with the line; "wrong" with what is wrong."""
-    mine, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        answer = ("wrong", "no answer")
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(SECONDS)
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = pages * os.sysconf("SC_PAGE_SIZE") + MORE_MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            answer = _answer(folder, intact)
-        finally:
-            os.write(theirs, pickle.dumps(answer))
-            os._exit(0)
-    os.close(theirs)
-    with open(mine, "rb") as pipe:
-        raw = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found: tuple[str, str] = pickle.loads(raw) if raw else ("wrong", f"it crashed or hung: exit code {code}")
-    return found
+    answer = folder.with_name("answer")
+
+    def work() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * os.sysconf("SC_PAGE_SIZE") + MORE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        answer.write_text(json.dumps(_answer(folder, intact)))
+
+    code = Copy(work).finish(SECONDS)
+    return tuple(json.loads(answer.read_text())) if code == 0 else ("wrong", f"it crashed or hung: exit code {code}")
 
 
 def _answer(folder: Path, intact: Intact) -> tuple[str, str]:

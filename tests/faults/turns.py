@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Copy, place_of
+from copies import Copy
+from processes import place_of
 
 WAITS = "waits for a lock"
 
