@@ -42,7 +42,8 @@ IN_NEW_FOLDERS = {
     "models/huggingface.py": {"_write_json", "_write_shards"},
     "models/sums.py": {"write_sums"},
     "train/checkpoints/distributed.py": {"_problem", "require_shared"},
-    "train/checkpoints/folder.py": {"publish", "save_checkpoint"},
+    "train/checkpoints/folder.py": {"publish"},
+    "train/checkpoints/sharded_state.py": {"write_whole"},
 }
 # Functions that read a file of the package or of the system, or one that a reader of their own has looked at.
 BY_NAME = {

@@ -34,7 +34,7 @@ def trainer(corpus: Path, tmp_path: Path) -> Trainer:
     recipe = replace(base, data=data, train=replace(base.train, out_dir=str(tmp_path / "run"), precision="fp32"))
     made = trainer_of(recipe)
     made.train_step()
-    made.save()
+    made.save_if_needed()
     return made
 
 
@@ -59,7 +59,7 @@ def test_every_place(where: Where, name: str, value: str, trainer: Trainer) -> N
     try:
         stats = trainer.train_step()
         assert torch.tensor([stats.nats_per_token, stats.grad_norm]).isfinite().all()
-        trainer.save()
+        trainer.save_if_needed()
     except (NonFiniteLossError, NonFiniteWeightsError) as error:
         line = str(error)
         assert "step 2" in line

@@ -21,11 +21,11 @@ from tilemoe.data import Prepared, Tokenizer, load_tokenizer, prepare
 from tilemoe.data.chat_template import ChatTemplate
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.models.sums import checked
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint
-from tilemoe.train.checkpoints.folder import TrainState, find_latest, save_checkpoint
+from tilemoe.train.checkpoints.distributed import JobSaver
+from tilemoe.train.checkpoints.folder import TrainState, find_latest
 from tilemoe.train.checkpoints.leftovers import clean_stale
+from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.restore import make_decoder
-from tilemoe.train.checkpoints.sharded_state import Writer
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 from tilemoe.train.preflight import PLOT_FILE, RESULT_FILE
@@ -71,9 +71,10 @@ class Training:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
         self.optimizer.step()
 
-    @property
-    def state(self) -> TrainState:
-        return TrainState(self.recipe, self.step, 10 * self.step, 1.5, "abc")
+    def save(self, run_dir: Path, tokenizer: Tokenizer, saver: Saver) -> None:
+        options: dict[str, Any] = {"tokenizer": tokenizer, "keep_last": 1, "saver": saver}
+        state = TrainState(self.recipe, self.step, 10 * self.step, 1.5, "abc")
+        PendingCheckpoint(run_dir, state, self.model, self.optimizer, **options).finish()
 
     def digest(self) -> str:
         return digest(self.model.state_dict()) + digest(optimizer_tensors(self.model, self.optimizer))
@@ -120,8 +121,7 @@ def checkpoint(corpus: Path) -> Write:
     trainings = {step: Training(recipe, step) for step in (1, 2, 3)}
 
     def save(folder: Path, step: int) -> None:
-        made = trainings[step]
-        save_checkpoint(folder, made.state, made.model, made.optimizer, tokenizer=tokenizer, keep_last=1)
+        trainings[step].save(folder, tokenizer, Saver())
 
     return Write(lambda f: save(f, 1), lambda f: save(f, 2), checkpoint_read, _resuming(save))
 
@@ -153,9 +153,7 @@ def distributed_checkpoint(corpus: Path) -> Write:
     trainings = {step: Training(recipe, step) for step in (1, 2, 3)}
 
     def save(folder: Path, step: int) -> None:
-        made, group = trainings[step], dist.new_group(backend="gloo")
-        options: dict[str, Any] = {"tokenizer": tokenizer, "keep_last": 1, "group": group, "writer": Writer()}
-        PendingCheckpoint(folder, made.state, made.model, made.optimizer, **options).finish()
+        trainings[step].save(folder, tokenizer, JobSaver(60))
 
     def begin(folder: Path) -> None:
         with group_of_one():
@@ -209,8 +207,7 @@ def _exported(corpus: Path, *options: str) -> Write:
     checkpoint_in = Path(tempfile.mkdtemp(dir=corpus.parent))
     lora = LoRAConfig(modules=("attention", "experts")) if options else None
     recipe = little("bpe:280", corpus, lora=lora)
-    made = Training(recipe, 1)
-    save_checkpoint(checkpoint_in, made.state, made.model, made.optimizer, tokenizer=a_tokenizer(corpus), keep_last=1)
+    Training(recipe, 1).save(checkpoint_in, a_tokenizer(corpus), Saver())
 
     def write(folder: Path) -> None:
         export.run(["--checkpoint", str(checkpoint_in), "--out", str(folder / "out"), *options])

@@ -32,20 +32,20 @@ from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import distributed as distributed_checkpoint
 from tilemoe.train.checkpoints import folder as folder_of_checkpoints
-from tilemoe.train.checkpoints import sharded_state
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint, require_shared, verified
+from tilemoe.train.checkpoints import pending, sharded_state
+from tilemoe.train.checkpoints.distributed import JobSaver, require_shared, verified
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
     find_latest,
     list_checkpoints,
     open_checkpoint,
-    save_checkpoint,
 )
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
+from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.restore import make_decoder
-from tilemoe.train.checkpoints.sharded_state import Writer, copy_part
+from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.job.agreement import of_all_ranks
 from tilemoe.train.job.processes import Job
@@ -135,8 +135,7 @@ def state_of(recipe: Recipe, number: int) -> TrainState:
 
 
 def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_last: int = 9) -> Path:
-    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last}
-    options |= {"group": dist.new_group(backend="gloo"), "writer": Writer()}
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last, "saver": JobSaver(60)}
     return PendingCheckpoint(folder, state_of(recipe, number), *training, **options).finish()
 
 
@@ -252,8 +251,8 @@ def check_what_one_process_wrote() -> None:
             for parameter in trained(whole[0]):
                 parameter.grad = torch.randn_like(parameter)
             whole[1].step()
-            options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
-            save_checkpoint(run_dir() / "one" / kind, state_of(recipe_of(kind), 7), *whole, **options)
+            options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": Saver()}
+            PendingCheckpoint(run_dir() / "one" / kind, state_of(recipe_of(kind), 7), *whole, **options).finish()
             torch.save(whole_state(whole), run_dir() / f"{kind}_7.pt")
         dist.barrier()
         for name in ("FSDP", "EP 2 x FSDP 2"):
@@ -267,14 +266,13 @@ def check_a_checkpoint_written_meanwhile() -> None:
     """It holds what was there when it was begun, whatever is trained until it is finished."""
     torch.manual_seed(0)
     training = resumed("adamw", MESHES["EP 2 x FSDP 2"])
-    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9}
-    options |= {"group": dist.new_group(backend="gloo"), "writer": Writer()}
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": JobSaver(60)}
     numbers, paths = (9, 10), []
     for number in numbers:  # the second copy takes the memory of the first
-        pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), number), *training, **options)
+        begun = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), number), *training, **options)
         step(training, number - 6)
-        paths.append(pending.finish())
-        assert pending.is_written
+        paths.append(begun.finish())
+        assert begun.is_written
         assert list_checkpoints(run_dir() / "other") == paths
     for path, number in zip(paths, (2, 3), strict=True):
         open_checkpoint(path).load_training(*training)
@@ -282,9 +280,9 @@ def check_a_checkpoint_written_meanwhile() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", _full_disk)
-        pending = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 11), *training, **options)
+        begun = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 11), *training, **options)
         with pytest.raises(CheckpointError, match=r"step_00000011 .*No space left.*step_00000010"):
-            pending.finish()
+            begun.finish()
     dist.barrier()
 
 
@@ -334,8 +332,8 @@ def check_a_failing_write() -> None:
     for rank, owner, name, fault in (
         (1, FileSystemWriter, "write_data", _full_disk),
         (1, distributed_checkpoint, "file_entries", _full_disk),
-        (0, distributed_checkpoint, "publish", _full_disk),
-        (0, distributed_checkpoint, "publish", _defect),
+        (0, pending, "publish", _full_disk),
+        (0, pending, "publish", _defect),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == rank:
@@ -383,9 +381,9 @@ def check_start_from_a_model() -> None:
     whole, folder = base(), run_dir() / "initial"
     expected = whole.state_dict()
     if dist.get_rank() == 0:
-        options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 1}
+        options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 1, "saver": Saver()}
         optimizer = make_optimizer(whole, OptimConfig(lr=0.1))
-        save_checkpoint(folder, state_of(recipe_of("adamw"), 1), whole, optimizer, **options)
+        PendingCheckpoint(folder, state_of(recipe_of("adamw"), 1), whole, optimizer, **options).finish()
     dist.barrier()
     for config in MESHES.values():
         for source in (run_dir() / "base of adapters", folder):

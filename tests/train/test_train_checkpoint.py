@@ -2,23 +2,27 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
 from helpers import raises_one_line
+from safetensors.torch import load_model
 from torch import nn
 
 from tilemoe.data import load_tokenizer
+from tilemoe.train.checkpoints import pending
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
     find_latest,
     open_checkpoint,
     resolve_checkpoint,
-    save_checkpoint,
     set_aside,
 )
 from tilemoe.train.checkpoints.leftovers import delete_files
+from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import OptimConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
@@ -54,12 +58,33 @@ def save(tmp_path: Path, recipe: Recipe) -> Callable[..., Path]:
 
     def write(step: int, keep_last: int = 9) -> Path:
         state = TrainState(recipe, step, 10 * step, 1.5, "abc")
-        return save_checkpoint(
-            tmp_path, state, model, optimizer, tokenizer=load_tokenizer("bytes"), keep_last=keep_last
-        )
+        options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last, "saver": Saver()}
+        return PendingCheckpoint(tmp_path, state, model, optimizer, **options).finish()
 
     write.model, write.optimizer = model, optimizer  # type: ignore[attr-defined]
     return write
+
+
+def test_it_holds_what_was_there_when_it_was_begun(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is trained until it is written; the second copy takes the memory of the first."""
+    model, saver, trained = Toy(), Saver(), Event()
+    optimizer, write = make_optimizer(model, OptimConfig(lr=0.1)), pending.write_whole
+    monkeypatch.setattr(pending, "write_whole", lambda *given: write(*given) if trained.wait(60) else None)
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": saver}
+    for step in (1, 2):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        begun = PendingCheckpoint(tmp_path, TrainState(recipe, step, 1, 1.5, "abc"), model, optimizer, **options)
+        assert not begun.is_written
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        trained.set()
+        found = Toy()
+        load_model(found, begun.finish() / "model.safetensors")  # as anybody reads it: of tied weights there is one
+        assert all(torch.equal(tensor, before[name]) for name, tensor in found.state_dict().items())
+        trained.clear()
 
 
 def test_everything_comes_back_bit_for_bit(save: Callable[..., Path], recipe: Recipe) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from tilemoe.layers.norm import RMSNorm
 from tilemoe.routing.topk import NonFiniteLogitsError
 from tilemoe.train import loop
 from tilemoe.train import run as runs
-from tilemoe.train.checkpoints.folder import CheckpointError, find_latest, open_checkpoint
+from tilemoe.train.checkpoints import pending
+from tilemoe.train.checkpoints.folder import CheckpointError, find_latest, open_checkpoint, publish
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import prepare_data
@@ -79,6 +81,7 @@ def test_a_folder_that_goes_during_the_run_ends_it(
         nonlocal last
         last = trainer.step + 1
         if last == 4:
+            trainer.finish_save()
             change(folder)
         return real(trainer)
 
@@ -104,9 +107,10 @@ def test_a_folder_that_goes_after_the_last_record_is_named_by_the_result(
 ) -> None:
     real = runs._result
 
-    def result(*arguments: Any) -> dict[str, Any]:
+    def result(trainer: Trainer, *arguments: Any) -> dict[str, Any]:
+        trainer.finish_save()
         shutil.rmtree(dense_recipe.train.out_dir)
-        return real(*arguments)
+        return real(trainer, *arguments)
 
     monkeypatch.setattr(runs, "_result", result)
     with raises_one_line(rf"^train\.out_dir {dense_recipe.train.out_dir}: cannot be used \(No such file"):
@@ -195,7 +199,7 @@ def test_fp32_is_fp32_throughout(moe_recipe: Recipe) -> None:
 def test_a_checkpoint_on_its_way_is_kept_whatever_fails(
     moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Of a job: the others go on with their part of it, in threads."""
+    """Others of a job go on with their part of it, in threads."""
 
     class Pending:
         def finish(self) -> None:
@@ -216,46 +220,44 @@ def test_a_checkpoint_on_its_way_is_kept_whatever_fails(
     assert list(trainer.run_dir.glob("step_*"))
 
 
-@pytest.mark.parametrize("writes_beside", [True, False])
 @pytest.mark.parametrize("fails", ["draw", "continue_text", ""])
-def test_the_last_checkpoint_is_written_beside_plot_and_sample_and_published_whatever_fails(
-    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, fails: str, writes_beside: bool
+def test_the_last_checkpoint_is_written_beside_plot_and_sample_whatever_fails(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """Of a job, whose threads write it; result.json comes after it. A process alone has both before."""
+    """And result.json after it, by the same thread."""
     done: list[str] = []
-
-    class Pending:
-        is_written = False
-
-        def finish(self) -> None:
-            assert not (trainer.run_dir / "result.json").exists()
-            done.append("published")
-
-    def save() -> None:
-        trainer._pending, trainer.seconds_of_saves = Pending(), [0.0]  # type: ignore[assignment]
+    may_publish = Event()
 
     def note(name: str, real: Any) -> Any:
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append(name)
+            if name == (fails or "continue_text"):
+                may_publish.set()
             if name == fails:
                 raise RuntimeError("a defect")
             return real(*arguments, **options)
 
         return noted
 
+    def publish_later(*arguments: Any) -> None:
+        assert may_publish.wait(60)
+        assert not (trainer.run_dir / "result.json").exists()
+        done.append("published")
+        publish(*arguments)
+
     trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, steps=1, plot=True)), shared=False)
     trainer.run_dir.mkdir()
-    if writes_beside:
-        monkeypatch.setattr(trainer, "save", save)
+    monkeypatch.setattr(pending, "publish", publish_later)
     names = ["draw", "continue_text"]
     for name in names:
         monkeypatch.setattr(runs, name, note(name, getattr(runs, name)))
     with pytest.raises(RuntimeError, match="a defect") if fails else nullcontext():
         runs._fit(trainer, make_reporter(1), lambda: False)  # type: ignore[arg-type]
     begun = names[: names.index(fails) + 1] if fails else names
-    assert done == [*begun, *(["published"] if writes_beside else [])]
-    assert (trainer.run_dir / "result.json").exists() == (not fails or not writes_beside)
-    assert len(list(trainer.run_dir.glob("step_*"))) == (not writes_beside)
+    assert done == [*begun, "published"]
+    assert len(list(trainer.run_dir.glob("step_*"))) == 1
+    (of_process,) = json.loads((trainer.run_dir / "result.json").read_text())["phases"]
+    assert ("sample" in of_process) == (not fails)
 
 
 def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:

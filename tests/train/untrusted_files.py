@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from tilemoe.data import load_tokenizer
 from tilemoe.models.sums import file_entries, manifest_of
-from tilemoe.train.checkpoints.folder import TrainState, save_checkpoint
+from tilemoe.train.checkpoints.folder import TrainState
+from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
@@ -21,10 +22,10 @@ from tilemoe.train.optim import make_optimizer
 def write_checkpoint(recipe: Recipe) -> Path:
     model = build_model(recipe, torch.device("cpu"))
     state = TrainState(recipe, 3, 30, 1.5, "abc")
-    return save_checkpoint(
+    return PendingCheckpoint(
         Path(recipe.train.out_dir), state, model, make_optimizer(model, recipe.optim),
-        tokenizer=load_tokenizer("bytes"), keep_last=2,
-    )  # fmt: skip
+        tokenizer=load_tokenizer("bytes"), keep_last=2, saver=Saver(),
+    ).finish()  # fmt: skip
 
 
 def sign(path: Path, tensors: Any = None) -> None:

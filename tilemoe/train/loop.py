@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.data import Mixture, Prepared
@@ -37,10 +35,11 @@ from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.routing.topk import NonFiniteLogitsError
 from tilemoe.runtime.device import has_fast_gemm
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint, verified
-from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
+from tilemoe.train.checkpoints.distributed import JobSaver, verified
+from tilemoe.train.checkpoints.folder import Checkpoint, TrainState
 from tilemoe.train.checkpoints.names import list_checkpoints
-from tilemoe.train.checkpoints.sharded_state import Writer, is_shared
+from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
+from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
@@ -110,7 +109,7 @@ class Trainer:
         self._saved_step = -1
         self._pending: PendingCheckpoint | None = None
         self.seconds_of_saves: list[float] = []  # that training waited
-        self._to_save: dict[str, Any] = {}  # a job's group and memory, made once
+        self._saver: Saver | None = None
         self._room = Room(model, device, job, say=lambda line: None)
         moe = recipe.model.moe
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
@@ -178,7 +177,7 @@ class Trainer:
         self._saved_step = state.step
 
     def save(self) -> None:
-        """Write a checkpoint of the present step; a job, whose processes all call it, writes while it trains on.
+        """Begin to write a checkpoint of the present step; all processes of a job call it.
 
         Raises:
             NonFiniteWeightsError: in every process, before anything is written.
@@ -188,22 +187,26 @@ class Trainer:
         self._require_finite_weights()
         place = (self.step, self.tokens, self.seconds, self.data_fingerprint, self.job.world_size)
         state = TrainState(self.recipe, *place)
-        arguments = (self.run_dir, state, self.model, self.optimizer)
-        options: dict[str, Any] = {"tokenizer": self.data.tokenizer, "keep_last": self.recipe.train.keep_last}
-        if self.job.is_alone:
-            save_checkpoint(*arguments, **options)
-        else:
-            if not self._to_save:  # the threads that write have a group of their own, or they would mix with training
-                limit = timedelta(seconds=self.recipe.train.timeout + LATER_SECONDS)
-                self._to_save = {"group": dist.new_group(backend="gloo", timeout=limit), "writer": Writer()}
-            self._pending = PendingCheckpoint(*arguments, **(options | self._to_save))
+        if self._saver is None:
+            self._saver = Saver() if self.job.is_alone else JobSaver(self.recipe.train.timeout + LATER_SECONDS)
+        self._pending = PendingCheckpoint(
+            self.run_dir,
+            state,
+            self.model,
+            self.optimizer,
+            tokenizer=self.data.tokenizer,
+            keep_last=self.recipe.train.keep_last,
+            saver=self._saver,
+        )
         self._saved_step = self.step
         self.seconds_of_saves.append(self.phases.end("saves"))
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether no checkpoint is being written."""
-        return self._pending is None
+    def when_saved(self, action: Callable[[], object]) -> None:
+        """Run ``action`` once no checkpoint is being written; an error that it raises is that of `finish_save`."""
+        if self._pending is None:
+            action()
+        else:
+            self._pending.then(action)
 
     def finish_save(self) -> None:
         """Wait until a checkpoint that is being written is published."""

@@ -352,21 +352,22 @@ def _count(model: nn.Module) -> int:
 
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
-    """Plot and sample of a finished run, while a job writes its last checkpoint; once that is there, result.json."""
+    """Plot and sample of a finished run, while its last checkpoint is written, and then result.json."""
     recipe, run_dir, phases = trainer.recipe, trainer.run_dir, trainer.phases
     plot, sample = None, None
 
-    def write_result() -> None:
-        of_processes = objects_of_processes(phases.rounded(), trainer.job)
+    def make_result() -> Callable[[], None]:
         if trainer.job.is_first:
             require_own(recipe, trainer.step)  # what came since the first step
-            result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
+        of_processes = objects_of_processes(phases.rounded(), trainer.job)
+        result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
+
+        def write() -> None:
             write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
 
-    if trainer.is_saved:  # whatever fails after this
-        write_result()
-    elif trainer.job.is_first:
-        require_own(recipe, trainer.step)
+        return write if trainer.job.is_first else lambda: None
+
+    trainer.when_saved(make_result())  # whatever fails after this
     if trainer.job.is_first and recipe.train.plot:
         make = partial(_unless_it_fails, lambda: draw(run_dir, recipe.name), "plot", reporter)
         plot = _if_installed(make, "plot", "plot", reporter)
@@ -375,7 +376,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         sample = _unless_it_fails(lambda: _sample(trainer), "sample", reporter)
     phases.end("sample")
     trainer.finish_save()
-    write_result()
+    make_result()()
     return RunResult(evaluation, sample, plot)
 
 

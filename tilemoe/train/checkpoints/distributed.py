@@ -10,116 +10,52 @@ import contextlib
 import platform
 import secrets
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from tilemoe.data.tokenizer import Tokenizer
-from tilemoe.models.sums import file_entries
-from tilemoe.train.checkpoints.folder import (
-    Checkpoint,
-    CheckpointError,
-    TrainState,
-    drop_old,
-    publish,
-    state_json,
-    write_error,
-)
-from tilemoe.train.checkpoints.leftovers import clean_stale, discard, make_temporary, temporary_of
+from tilemoe.models.sums import Entries, file_entries
+from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError
+from tilemoe.train.checkpoints.leftovers import clean_stale, discard, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, describe
 from tilemoe.train.checkpoints.names import step_dir
+from tilemoe.train.checkpoints.pending import Saver
 from tilemoe.train.checkpoints.pickled import read_pickled
-from tilemoe.train.checkpoints.sharded_state import Writer, begin_write_training, files_of_rank, first_failure
+from tilemoe.train.checkpoints.sharded_state import files_of_rank, write_shared
 from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
 from tilemoe.train.job.processes import Job
 
 _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
 
-class PendingCheckpoint:
-    """A checkpoint that threads write and publish while training goes on, from tensors that were copied when it was
-    made. Training waits for the copy alone: a core hashes 1.2 GB/s.
-
-    All processes make it, one at a time, and finish it. An interrupted one has no name; the next save drops it.
-
-    Args:
-        group: of gloo and of all processes, made for this alone, as ``torch.distributed.new_group(backend="gloo")``.
-        writer: used for one at a time.
-
-    CheckpointError: the folder cannot be made.
+class JobSaver(Saver):
+    """As `Saver`, of all processes of a job, which make one together; a collective of theirs takes ``timeout`` seconds
+    at most.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        state: TrainState,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        tokenizer: Tokenizer,
-        keep_last: int,
-        group: dist.ProcessGroup,
-        writer: Writer,
-    ) -> None:
-        self._target, self._state = step_dir(run_dir, state.step), state_json(state)
-        self._tokenizer, self._keep_last, self._group = tokenizer, keep_last, group
-        self._temporary = temporary_of(self._target)
-        with self._errors_in_one_line():
-            _of_first_rank(lambda: make_temporary(self._target))
-            written = begin_write_training(self._temporary, model, optimizer, group, writer)
-        threads = ThreadPoolExecutor(1, "tilemoe-save")
-        self._published = threads.submit(self._publish, written)
-        threads.shutdown(wait=False)
+    def __init__(self, timeout: float) -> None:
+        super().__init__()  # a group of its own: the thread's collectives would mix with those of training
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def write(self, folder: Path, tensors: dict[str, Any]) -> tuple[Entries, Any]:
+        """Each process hashes what it wrote, and all wait until each sees its files, the first one those of all."""
+        written = write_shared(folder, tensors, self._group)
+        own = files_of_rank(folder, dist.get_rank())
+        entries_of_ranks: list[Entries] = _of_each(lambda: file_entries(own), self._group)
+        hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
+        _require_seen(folder, hashed if self.is_first else entries_of_ranks[0], self._group)
+        if written.storage_data is None:  # PyTorch 2.11 tells places in its file alone
+            return hashed, read_pickled(folder / METADATA_FILE)
+        return hashed, describe(written)
 
     @property
-    def is_written(self) -> bool:
-        """Whether it is published, or has failed, as far as this process knows, so that `finish` need not wait."""
-        return self._published.done()
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
 
-    def finish(self) -> Path:
-        """Wait until it is published; a process that fails may call it alone.
-
-        CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
-        """
-        return self._published.result()
-
-    def _publish(self, tensors_written: Future[Any]) -> Path:
-        """Wait for the tensors, of which each process hashes what it wrote, and publish what all see."""
-        with self._errors_in_one_line():
-            written = tensors_written.result()
-            own = files_of_rank(self._temporary, dist.get_rank())
-            entries_of_ranks: list[dict[str, Any]] = _of_each(lambda: file_entries(own), self._group)
-            hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
-            # Rank 0 looks for the files of all, the others for its own: they are in one folder then.
-            looked_for = hashed if dist.get_rank() == 0 else entries_of_ranks[0]
-            _require_seen(self._temporary, looked_for, self._group)
-
-            def publish_all() -> None:
-                is_told = written.storage_data is not None  # PyTorch 2.11 tells places in its file alone
-                tensors = describe(written) if is_told else read_pickled(self._temporary / METADATA_FILE)
-                publish(self._target, self._state, self._tokenizer, hashed, tensors)
-
-            _of_first_rank(publish_all, self._group)
-        _of_first_rank(lambda: drop_old(self._target, self._keep_last), self._group)
-        return self._target
-
-    @contextlib.contextmanager
-    def _errors_in_one_line(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, CheckpointException) as error:
-            if dist.get_rank() == 0:
-                discard(self._temporary)
-            told: BaseException | str = error
-            if isinstance(error, CheckpointException):  # the traceback of every process: the first's last line will do
-                told = first_failure(error)
-            raise write_error(self._target, told) from error
+    def in_first(self, action: Callable[[], object]) -> None:
+        _of_each(action if self.is_first else lambda: None, self._group)
 
 
 @contextlib.contextmanager
@@ -194,11 +130,6 @@ def _require_seen(folder: Path, entries: dict[str, Any], group: dist.ProcessGrou
     for rank, name in enumerate(of_all_ranks(missing, group)):
         if name is not None:
             raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
-
-
-def _of_first_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Run ``action`` in rank 0 while the others wait, as `_of_each`."""
-    _of_each(action if dist.get_rank() == 0 else lambda: None, group)
 
 
 def _of_each(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:

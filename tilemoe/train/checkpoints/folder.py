@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file, save_model
 from torch import nn
 
 from tilemoe.checks import told
@@ -48,7 +47,7 @@ from tilemoe.models.sums import (
     require_files,
     require_sizes,
 )
-from tilemoe.train.checkpoints.leftovers import aside_of, delete_files, discard, make_temporary, temporary_of
+from tilemoe.train.checkpoints.leftovers import aside_of, delete_files, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
 from tilemoe.train.checkpoints.pickled import read_pickled
@@ -62,7 +61,6 @@ from tilemoe.train.checkpoints.sharded_state import (
 )
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.finite import find_non_finite
-from tilemoe.train.optim import optimizer_tensors
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
@@ -87,33 +85,6 @@ class TrainState:
     seconds: float  # spent in training, over all sittings
     data_fingerprint: str  # of the token shards it was trained on
     processes: int = 1  # that shared a step's sequences; 0: not known
-
-
-def save_checkpoint(
-    run_dir: Path,
-    state: TrainState,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    tokenizer: Tokenizer,
-    keep_last: int,
-) -> Path:
-    """Write ``step_<state.step>`` and drop all but the ``keep_last`` newest checkpoints; returns its folder.
-
-    CheckpointError: the write failed (full disk, lost mount); older checkpoints are untouched.
-    """
-    target = step_dir(run_dir, state.step)
-    temporary = temporary_of(target)
-    try:
-        make_temporary(target)
-        save_model(model, str(temporary / MODEL_FILE))
-        save_file(optimizer_tensors(model, optimizer), str(temporary / OPTIMIZER_FILE))
-        publish(target, state_json(state), tokenizer, {})
-    except (OSError, SafetensorError) as error:
-        discard(temporary)
-        raise write_error(target, error) from error
-    drop_old(target, keep_last)
-    return target
 
 
 def publish(

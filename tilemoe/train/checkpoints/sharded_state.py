@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -48,30 +49,36 @@ def is_shared(model: nn.Module) -> bool:
 
 
 def files_of_rank(folder: Path, rank: int) -> list[Path]:
-    """The files that ``rank`` wrote with `begin_write_training`."""
+    """The files that ``rank`` wrote with `write_shared`."""
     return sorted(folder.glob(f"__{rank}_*"))
 
 
-class Writer(FileSystemWriter):
-    """Copies tensors to host memory, page-locked beside a GPU, and writes them in threads; for one save at a time.
+class HostMemory:
+    """Copies tensors, page-locked beside a GPU. It is kept for the next copy as long as the tensors live.
 
-    Memory is kept for the next copy as long as the tensors live: of 604 MB on a CPU the first copy takes .39 s, the
-    others .10, each into new memory .29. PyTorch 2.11's own stager empties itself after one copy and fails at the next.
-
-    A process writes several files at once, which are then hashed at once, too: a thread serialises 1.4 GB/s, and a file
-    reaches the disk when it is whole. With torch's ``thread_count`` a thread's error is lost, and so are its tensors.
+    Of 604 MB on a CPU the first copy takes .39 s, the others .10, each into new memory .29. PyTorch 2.11's own stager
+    of checkpoints empties itself after one copy and fails at the next.
     """
 
     def __init__(self) -> None:
-        super().__init__("", per_thread_copy_ahead=0)  # else it waits for the GPU at each tensor, though all are copied
         self._on_gpu = torch.cuda.is_initialized()
         self._copies = StateDictStager(pin_memory=self._on_gpu, share_memory=False)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        copied: dict[str, Any] = self._copies.stage(state_dict, non_blocking=self._on_gpu)
+    def copy(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Those that share memory share it in the copy."""
+        copied: dict[str, Any] = self._copies.stage(tensors, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize()
         return copied
+
+
+class _Writer(FileSystemWriter):
+    """Writes several files at once, which are then hashed at once, too: a thread serialises 1.4 GB/s, and a file
+    reaches the disk when it is whole. With torch's ``thread_count`` a thread's error is lost, and so are its tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # else it waits for the GPU at each tensor
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         items = sorted(plan.items, key=_bytes_of)
@@ -94,22 +101,30 @@ def _bytes_of(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def begin_write_training(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, writer: Writer
-) -> Future[Any]:
-    """Write asynchronously what ``writer`` copies to host memory; ``group``: of gloo, for this alone.
-
-    All processes of the job call it; ``folder``, which all see, exists and is empty. Gives torch's ``Metadata``.
-    """
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that this process has to write, by the names in the files."""
     state = model.state_dict()  # first: it brings parameters that FSDP has gathered back to their shards
     tensors = {_MODEL + name: value for name, value in state.items()}
     tensors |= {_OPTIMIZER + name: value for name, value in optimizer_tensors(model, optimizer).items()}
     tensors[f"{_RNG_CPU}{_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
         tensors[f"{_RNG_CUDA}{_rank()}"] = torch.cuda.get_rng_state()
-    options: dict[str, Any] = {"process_group": group, "storage_writer": writer, "async_stager": writer}
-    started = async_save(tensors, checkpoint_id=str(folder), **options)
-    return started if isinstance(started, Future) else started.upload_completion
+    return tensors
+
+
+def write_shared(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    """Write those of all processes, which all call it; ``folder``, which all see, is empty. Gives torch's Metadata."""
+    return save(tensors, storage_writer=_Writer(folder), process_group=group)
+
+
+def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any]) -> None:
+    """Write a process' alone; of weights that are tied the first by name, which the metadata says of the others."""
+    weights = _under(_MODEL, tensors)
+    first: dict[Any, str] = {}
+    kept = {name: first.setdefault(weights[name].data_ptr() or name, name) for name in sorted(weights)}
+    tied = {name: other for name, other in kept.items() if name != other}
+    save_file({name: weights[name].contiguous() for name in weights.keys() - tied}, str(model_file), tied or None)
+    save_file(_under(_OPTIMIZER, tensors), str(optimizer_file))
 
 
 @contextmanager
