@@ -53,6 +53,7 @@ BY_NAME = {
     "data/bounded.py": {"_serve"},
     "data/text_files.py": {"_open_binary"},
     "files.py": {"digest_of_sources", "open_regular"},
+    "train/checkpoints/sharded_state.py": {"_free_bytes"},
     "train/config.py": {"load_recipe"},
     "train/progress.py": {"_age"},
 }

@@ -12,7 +12,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from tilemoe.data import load_tokenizer
-from tilemoe.train.checkpoints import pending
+from tilemoe.train.checkpoints import pending, sharded_state
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
@@ -85,6 +85,12 @@ def test_it_holds_what_was_there_when_it_was_begun(
         load_model(found, begun.finish() / "model.safetensors")  # as anybody reads it: of tied weights there is one
         assert all(torch.equal(tensor, before[name]) for name, tensor in found.state_dict().items())
         trained.clear()
+    monkeypatch.setattr(sharded_state, "_free_bytes", lambda: 1)  # no room for a copy: training waits
+    monkeypatch.setattr(pending, "write_whole", write)
+    options["saver"] = Saver()
+    begun = PendingCheckpoint(tmp_path, TrainState(recipe, 3, 1, 1.5, "abc"), model, optimizer, **options)
+    assert begun.is_written
+    assert open_checkpoint(begun.finish()).state.step == 3
 
 
 def test_everything_comes_back_bit_for_bit(save: Callable[..., Path], recipe: Recipe) -> None:

@@ -7,6 +7,7 @@ In torch.distributed.checkpoint's files their names are ``model.<name>``, ``opti
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,14 +63,27 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_initialized()
-        self._copies = StateDictStager(pin_memory=self._on_gpu, share_memory=False)
+        self._copies, self._is_taken = StateDictStager(pin_memory=self._on_gpu, share_memory=False), False
 
-    def copy(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Those that share memory share it in the copy."""
+    def copy(self, tensors: dict[str, Any]) -> dict[str, Any] | None:
+        """Those that share memory share it in the copy. None: the host has no room for it."""
+        if not self._is_taken and sum(local_of(tensor).nbytes for tensor in tensors.values()) > _free_bytes():
+            return None
         copied: dict[str, Any] = self._copies.stage(tensors, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize()
+        self._is_taken = True
         return copied
+
+
+def _free_bytes() -> float:
+    """Of host memory for each process of this host; infinity where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        [free] = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError):
+        return math.inf
+    return 1024 * int(free) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class _Writer(FileSystemWriter):
