@@ -42,7 +42,7 @@ OUTPUTS = {
     "gemm_cooperative_kernel": ("out",),
     "gemm_stationary_kernel": ("out",),
     "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
-    "gemm_wgrad_kernel": ("out", "sums"),
+    "gemm_wgrad_kernel": ("out",),
     "gemm_transposed_kernel": ("out",),
 }
 

@@ -18,8 +18,6 @@ INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 CLAMPED = replace(SWIGLU, activation="swiglu_oai")
 BIAS = replace(SWIGLU, bias=True, hidden_size=136, intermediate_size=200)
-# Whose db1 takes one more tile of up_proj_wgrad.
-SUMS_ALONE = replace(BIAS, hidden_size=128)
 # Too long a contraction of down_proj for a stationary weight.
 LONG_BIAS = replace(BIAS, intermediate_size=264)
 
@@ -178,14 +176,6 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     ),
     "down_proj publishes another expert": (
         LONG_BIAS, ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
-    ),
-    "A has ones for x": (BIAS, ("copy_a", "(columns < p)", "(columns < p - 8)", "before the tensor")),
-    "no tile of sums alone": (SUMS_ALONE, ("width_of_a", "p + ONES", "p", NUMBERS)),
-    "no stage is skipped of none": (
-        SUMS_ALONE, ("wgrad_consumer", "gl.maximum(steps, 1)", "steps", f"{PROTOCOL}|{ANOTHER}"),
-    ),
-    "sums past the last column": (
-        BIAS, ("store_sums", "columns < q", "columns >= 0", f"{NUMBERS}|past the tensor"),
     ),
     "nobody loads the second block of h": (
         INTERLEAVED, ("load_h", "static_range(BLOCKS)", "static_range(1)", "deadlock"),

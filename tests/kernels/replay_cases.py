@@ -93,12 +93,10 @@ class Case:
             "down_proj_wgrad": (do, a, self.transposed, *tail),
             "up_proj_input_grad": (h, w1, *tail),
             "up_proj_wgrad": (x, h, self.transposed, *tail),
-            "up_proj_wgrad_bias_grad": (x, h, self.transposed, *tail),
             "down_proj_bias_grad": (do, s, *tail),
             "up_proj_bias_grad": (h, *tail),
             "add_down_proj_wgrad": (w2.float(), do, a, *tail),
             "add_up_proj_wgrad": (w1.float(), x, h, *tail),
-            "add_up_proj_wgrad_bias_grad": (w1.float(), x, h, *tail),
         }[name]
 
 
@@ -106,10 +104,8 @@ RUNS: dict[str, Callable[..., Any]] = {
     "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library.up_proj.run,
     "down_proj_dgrad_dact": library.down_proj_dgrad_dact.run, "down_proj_wgrad": library.down_proj_wgrad.run,
     "up_proj_input_grad": library.up_proj_input_grad.run, "up_proj_wgrad": library.up_proj_wgrad.run,
-    "up_proj_wgrad_bias_grad": library.up_proj_wgrad_bias_grad.run,
     "down_proj_bias_grad": library.down_proj_bias_grad.run, "up_proj_bias_grad": library.up_proj_bias_grad.run,
     "add_down_proj_wgrad": library.add_down_proj_wgrad.run, "add_up_proj_wgrad": library.add_up_proj_wgrad.run,
-    "add_up_proj_wgrad_bias_grad": library.add_up_proj_wgrad_bias_grad.run,
 }  # fmt: skip
 CASES = {
     "hopper": Case(),

@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from torch import Tensor
 from triton_checks import turn
 from triton_compile import (
-    Operands,
     assert_items_carry_their_blocks,
     assert_threads_meet_after_tile_info,
     assert_threads_meet_before_tma_stores,
@@ -106,25 +104,12 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
             for order, of_order in (("", weights), (", column-major", transposed))
             for name, (rows, out) in of_order.items()
         },
-        **{f"up_proj_wgrad, sums{form}": launch for form, launch in sums_launches(of, turn(of.w1)).items()},
     }
-
-
-def sums_launches(of: Operands, turned: Tensor) -> dict[str, Launch]:
-    """up_proj_wgrad that gives db1, too, of either order, stored or added."""
-    sums, launches = torch.zeros(2, of.h.shape[1]), dict[str, Launch]()
-    for order, w1 in (("", of.w1), (", column-major", turned)):
-        out = w1.transpose(1, 2)
-        for form, to in (("", out), (", added", out.float())):
-            adds = to is not out
-            grad = WeightGrad("up_proj_wgrad", of.x, of.h, to, adds, sums)
-            launches[form + order] = host.wgrad_launch(grad, of.plan, H200)
-    return launches
 
 
 def named(names: Iterable[str]) -> list[Any]:
     """Each; of the weight gradients' forms all but the one that has them all are thorough."""
-    of_all = "up_proj_wgrad, sums, added, column-major"
+    of_all = "up_proj_wgrad, added, column-major"
     are_plain = {name: "wgrad" not in name or name in ("up_proj_wgrad", of_all) for name in names}
     return [pytest.param(name, marks=() if plain else pytest.mark.thorough) for name, plain in are_plain.items()]
 
@@ -140,7 +125,7 @@ def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert ("cp.async.cg.shared.global" in ptx) == (kernel in GATHERED), "gathers by 16 bytes, and nothing else does"
     if "wgrad" in name:
         assert bytes_of_copies(ptx) == {16}
-        assert set(re.findall(r"\bst\.global\S*", ptx)) == ({"st.global.v2.b32"} if "sums" in name else set())
+        assert "st.global" not in ptx
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get(kernel, 0)
 
 

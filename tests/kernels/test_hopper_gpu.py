@@ -8,19 +8,16 @@ import pytest
 import torch
 from gpu_layers import never_repeated
 from triton_checks import (
-    ADDED,
     CASES,
     TOLERANCE,
     Case,
     assert_kernels_agree,
-    random_ids,
     random_plan,
 )
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
-from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW, why_slower
-from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.configs import ROW_MAJOR_TILES_OF_B1
 from tilemoe.ops.moe import moe
@@ -137,37 +134,6 @@ def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) 
     assert not launched
     HopperBackend().down_proj(rows[:, :n].contiguous(), given["w2"], None, plan)
     assert launched == {"gemm_rows_kernel"}
-
-
-# With dh as wide as gpt-oss's up_proj_wgrad is the portable kernel.
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(
-    ("d", "w"), [(2880, 5760), (2880, 1536), (2048, 1536), (2048, 5760)], ids=lambda width: str(width)
-)
-def test_bias_gradient_beside_the_weight_gradient(
-    d: int, w: int, dtype: torch.dtype, transposed: bool, launched: set[str]
-) -> None:
-    """Against fp64, with the same dw1, and the same bits again. The last expert is empty."""
-    plan, generator = plan_topk(random_ids(4000, 16, 4), 17), torch.Generator("cuda").manual_seed(0)
-    x, dh = (
-        torch.randn(rows, width, generator=generator, device="cuda").to(dtype)
-        for rows, width in ((plan.num_tokens, d), (plan.capacity, w))
-    )
-    exact = TorchBackend().up_proj_bias_grad(dh.double(), plan)
-    dw1, db1 = HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed)
-    assert launched == ({"gemm_wgrad_kernel"} if why_slower("up_proj_wgrad", d, w) is None else set())
-    assert db1.dtype == torch.float32
-    assert float((db1.double() - exact).norm()) <= ADDED * float(exact.norm())
-    assert not bool(db1[16].any())
-    assert not bool(dw1[16].any())
-    assert torch.equal(dw1, HopperBackend().up_proj_wgrad(x, dh, plan, transposed))
-    assert torch.equal(HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed)[1], db1)
-    total = torch.zeros_like(dw1, dtype=torch.float32)
-    assert torch.equal(HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed, total)[1], db1)
-    x[plan.token_of_row[0]], dh[0, 5] = torch.nan, torch.nan
-    of_nan = HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed)[1]
-    assert of_nan.isnan().nonzero().tolist() == [[0, 5]]
 
 
 def test_an_address_that_cp_async_cannot_take_goes_elsewhere(launched: set[str]) -> None:

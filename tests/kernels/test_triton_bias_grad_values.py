@@ -37,7 +37,6 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-# Beside dw1, the ones of db1 end a tile of x's columns, and begin one.
 CASES = [
     Case(torch.float16, "relu", bias=True, hidden_size=D, intermediate_size=N),
     Case(torch.float32, "relu", bias=True, transposed=True, hidden_size=D + 8, intermediate_size=N),
@@ -103,12 +102,11 @@ def test_any_strides_give_the_same(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_nan_of_dh_reaches_its_column_and_one_of_x_none(dtype: torch.dtype) -> None:
+def test_a_nan_of_dh_reaches_its_column(dtype: torch.dtype) -> None:
     plan = ROUTINGS["random"]
-    x, dh = random(plan.num_tokens, D, dtype=dtype), random(plan.capacity, N, dtype=dtype)
-    x[plan.token_of_row[0]], dh[0, 5] = float("nan"), float("nan")
-    dw1, db1 = TritonBackend().up_proj_wgrad_bias_grad(x, dh, plan)
-    assert bool(dw1.isnan().any())
+    dh = random(plan.capacity, N, dtype=dtype)
+    dh[0, 5] = float("nan")
+    db1 = TritonBackend().up_proj_bias_grad(dh, plan)
     expert = int((plan.row_start_of_expert[1:] > 0).nonzero()[0])  # whose the first row is
     assert db1.isnan().nonzero().tolist() == [[expert, 5]]
 

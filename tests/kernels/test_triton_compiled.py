@@ -133,7 +133,7 @@ def test_nothing_has_to_be_compiled_once_a_slice_was_added(d: int) -> None:
         torch.zeros(4, 2048, d),
     )
     with recorded_launches(NVIDIA[90]) as launches:
-        kernels.up_proj_wgrad_bias_grad(x, dh, rows.topk_plan(256, 2, 4), False, total)
+        kernels.up_proj_wgrad(x, dh, rows.topk_plan(256, 2, 4), False, total)
     keys = [(launch.kernel, launch._key()) for launch in launches]
     adds = [at for at, launch in enumerate(launches) if launch.constants.get("ADDS")]
     assert len(adds) == ceil_div(d, SLICE)

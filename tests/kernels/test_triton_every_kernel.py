@@ -209,54 +209,42 @@ def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
     assert_fenced(ptx, copies)
 
 
-# Spill loads of up_proj_wgrad that gives db1, too, by capability.
-SPILLS_WITH_SUMS = {120: 3}
 # Beside a TMA load, Triton 3.6 takes the gather of x through registers where the matrix units are those of 2020.
 GATHERED_BY_REGISTER = 120
 
 
 @pytest.mark.parametrize(
-    ("kernel", "column_major", "adds", "sums"),
+    ("kernel", "column_major", "adds"),
     [
-        pytest.param(kernel, column_major, adds, sums, marks=() if column_major == adds else pytest.mark.thorough)
+        pytest.param(kernel, column_major, adds, marks=() if column_major == adds else pytest.mark.thorough)
         for kernel in WEIGHT_GRADS
-        for column_major, adds, sums in product((False, True), repeat=3)
-        if not sums or kernel == "up_proj_wgrad"
+        for column_major, adds in product((False, True), repeat=2)
     ],
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_weight_gradients_of_either_order_leave_by_wide_stores(
-    capability: int, kernel: Kernel, column_major: bool, adds: bool, sums: bool, tmp_path: Path
+    capability: int, kernel: Kernel, column_major: bool, adds: bool, tmp_path: Path
 ) -> None:
-    """With db1 beside it the gather takes the ones as it takes x."""
     device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
     by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
-    out, db1 = empty_weight_grad(by_row, (E, D, N), column_major), torch.zeros(E, N) if sums else None
+    out = empty_weight_grad(by_row, (E, D, N), column_major)
     out = out.float() if adds else out
-    launch = mlp.wgrad_launch(mlp.WeightGrad(kernel, by_token, by_row, out, adds, db1), plan, device)
+    launch = mlp.wgrad_launch(mlp.WeightGrad(kernel, by_token, by_row, out, adds), plan, device)
     assert launch.constants["TRANSPOSED"] == column_major
     compiled = compile_launch(launch, capability)
     ptx = compiled.asm["ptx"]
     assert MATRIX_UNIT[capability] in ptx
     assert compiled.metadata.shared <= device.shared_bytes
-    assert count_spill_loads(compiled, tmp_path) <= (SPILLS_WITH_SUMS.get(capability, 0) if sums else 0)
+    assert count_spill_loads(compiled, tmp_path) == 0
     assert_fits_tensor_memory(compiled)
-    by_tma = device.gathers and not sums
-    assert_fenced(ptx, not by_tma)
-    assert ("tile::gather4" in ptx) == by_tma
-    if capability != GATHERED_BY_REGISTER and not by_tma:
+    assert_fenced(ptx, not device.gathers)
+    assert ("tile::gather4" in ptx) == device.gathers
+    if capability != GATHERED_BY_REGISTER and not device.gathers:
         assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"
-    if sums and not device.gathers:
-        alone = compile_launch(
-            mlp.wgrad_launch(mlp.WeightGrad(kernel, by_token, by_row, out, adds), plan, device), capability
-        )
-        copies, copies_alone = (each.asm["ptx"].count("cp.async.cg.shared.global") for each in (compiled, alone))
-        assert copies == copies_alone
-        assert bytes_of_copies(ptx) == bytes_of_copies(alone.asm["ptx"])
-    elif device.has_tma and not sums:
+    if device.has_tma:
         assert re.search(rf"cp\.{'reduce.' if adds else ''}async\.bulk\.tensor\.3d\.global", ptx)
         assert "st.global" not in ptx
-    elif not sums:
+    else:
         assert set(re.findall(r"\bst\.global\S*", ptx)) == {"st.global.v4.b32"}
         assert not adds or len(re.findall(r"\bld\.global\.v4\.b32", ptx)) >= len(re.findall(r"\bst\.global", ptx))
 

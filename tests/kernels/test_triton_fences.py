@@ -20,7 +20,6 @@ from tilemoe.runtime.launch import Launch
 # With Triton before the release that fences: what cp.async feeds. docs/support.md names those of Hopper. On capability
 # 10.x, where others come by descriptors, PyTorch's kernels serve with these releases.
 BY_POINTER = {
-    "gemm_wgrad_kernel with db1",
     "up_proj_act_small_m_kernel",
     "down_proj_small_m_kernel",
     "gemm_rows_kernel of a shared weight",
@@ -39,7 +38,7 @@ def launches_with_products(capability: int) -> Iterator[tuple[str, Launch]]:
         launches += few_row_gemms(tokens, device)
     for launch in launches:
         if multiplies(launch.kernel):
-            yield name_of(launch) + (" with db1" if launch.args.get("sums") is not None else ""), launch
+            yield name_of(launch), launch
     shared = make_operands()
     shared = shared._replace(w2=shared.w2[:1].expand_as(shared.w2))  # TMA wants strides above 0
     yield "gemm_rows_kernel of a shared weight", row_gemm_launch(host, "down_proj", shared, device)

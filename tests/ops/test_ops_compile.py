@@ -71,7 +71,7 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
         "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
         "down_proj_wgrad": (do, a_scaled, is_column_major(w2), *tail), "up_proj_input_grad": (dh, w1, *tail),
         "up_proj_wgrad": (x, dh, is_column_major(w1), *tail),
-        "up_proj_wgrad_bias_grad": (x, dh, is_column_major(w1), *tail), "down_proj_bias_grad": (do, s, *tail),
+        "down_proj_bias_grad": (do, s, *tail),
         "up_proj_bias_grad": (dh, *tail),
     }  # fmt: skip
 

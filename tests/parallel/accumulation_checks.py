@@ -83,8 +83,7 @@ def make_shared(config: ParallelConfig, accumulate: bool, backend: str | None = 
 
 def counted_adds() -> AbstractContextManager[mock.MagicMock]:
     """The calls of up_proj_wgrad that add to a sum, of layers with biases."""
-    operator = expert_ops.add_up_proj_wgrad_bias_grad
-    return mock.patch.object(expert_ops, "add_up_proj_wgrad_bias_grad", wraps=operator)
+    return mock.patch.object(expert_ops, "add_up_proj_wgrad", wraps=expert_ops.add_up_proj_wgrad)
 
 
 def step(model: DecoderLM, config: ParallelConfig) -> dict[str, Tensor]:

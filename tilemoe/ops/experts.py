@@ -249,13 +249,10 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         del a_scaled
         if need_x:  # before dw1 and db1, since dx_rows lives beside every gradient made so far
             dx = up_proj_input_grad(dh, w1, with_sums(plan, do), *routed[1:])  # up_proj_dgrad and combine_grad
-        if need_w1 and need_b1:
-            dw1, db1 = _wgrad_and_bias_grad(ctx, w1, x, dh, *routed)
-        elif need_w1:
+        if need_b1:
+            db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
+        if need_w1:
             dw1 = _wgrad(ctx, 1, w1, up_proj_wgrad, add_up_proj_wgrad, x, dh, *routed)  # up_proj_wgrad
-        elif need_b1:
-            db1 = up_proj_bias_grad(dh, *routed)
-        db1 = None if db1 is None else db1.to(b1.dtype)
     return dx, dw1, dw2, ds if need_s else None, db1, db2
 
 
@@ -275,14 +272,6 @@ def _wgrad(
         return make(by_token, by_row, is_column_major(weight), *routed)
     add(total, by_token, by_row, *routed)
     return None
-
-
-def _wgrad_and_bias_grad(ctx: Any, w1: Tensor, x: Tensor, dh: Tensor, *routed: Any) -> tuple[Tensor | None, Tensor]:
-    """up_proj_wgrad with db1: (dw1 as by `_wgrad`, db1 in the compute dtype)."""
-    total = sum_to_add_to(ctx, 1, w1) if ctx.accumulate else None
-    if total is None:
-        return up_proj_wgrad_bias_grad(x, dh, is_column_major(w1), *routed)
-    return None, add_up_proj_wgrad_bias_grad(total, x, dh, *routed)
 
 
 class _DependentOnInputs(torch.autograd.Function):
@@ -407,41 +396,17 @@ def add_up_proj_wgrad(
     return ()
 
 
-def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
-    return dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype))
-
-
-@_of_backward(
-    "Tensor x, Tensor dh, bool column_major",
-    "(Tensor, Tensor)",
-    lambda x, dh, column_major, plan, *_: (
-        _up_proj_wgrad_fake(x, dh, column_major, plan),
-        _up_proj_bias_grad_fake(dh, plan),
-    ),
-    _wgrad_flops,
-)
-def up_proj_wgrad_bias_grad(
-    x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
-) -> tuple[Tensor, Tensor]:
-    """up_proj_wgrad: (dw1, db1 in the compute dtype)."""
-    return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), column_major)
-
-
-@_adding
-def add_up_proj_wgrad_bias_grad(
-    total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
-) -> Tensor:
-    """up_proj_wgrad: db1 in the compute dtype; dw1 is accumulated into ``total``."""
-    return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), is_column_major(total), total)[1]
-
-
 @_of_backward("Tensor do, Tensor s", "Tensor", lambda do, s, plan, *_: s.new_empty(plan.num_experts, do.shape[1]))
 def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db2 in the scores' dtype."""
     return backend.down_proj_bias_grad(do, s, without_derived(plan))
 
 
-@_of_backward("Tensor dh", "Tensor", _up_proj_bias_grad_fake)
+@_of_backward(
+    "Tensor dh",
+    "Tensor",
+    lambda dh, plan, *_: dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype)),
+)
 def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db1 in the compute dtype."""
     return backend.up_proj_bias_grad(dh, without_derived(plan))
@@ -462,7 +427,6 @@ BACKWARD_OPS = (
     down_proj_wgrad,
     up_proj_input_grad,
     up_proj_wgrad,
-    up_proj_wgrad_bias_grad,
     down_proj_bias_grad,
     up_proj_bias_grad,
 )

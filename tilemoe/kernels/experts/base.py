@@ -197,16 +197,6 @@ class Backend(ABC):
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
         """``db1_e = sum over e's rows r of dh_r`` (E, w) in the compute dtype."""
 
-    def up_proj_wgrad_bias_grad(
-        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """up_proj_wgrad where db1 is needed, too: (dw1, db1) as by `up_proj_wgrad` and `up_proj_bias_grad`.
-
-        One kernel may compute both. A NaN in x does not reach db1. db1 is not added to anything.
-        """
-        db1 = self.up_proj_bias_grad(dh, plan)
-        return self.up_proj_wgrad(x, dh, plan, column_major, out), db1
-
 
 def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
     """The shape of one call, in elements of ``like``'s dtype; its number of rows is the buffers', R_max."""

@@ -32,9 +32,6 @@ class BlackwellBackend(HopperBackend):
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return TritonBackend.why_unsupported(self, device, dtype, widths) or serves.why_unsupported(device)
 
-    def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
-        return False  # gather4 cannot put the columns of ones beside x's that would sum dh
-
     def _device(self, kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, width_out: int) -> Device | None:
         """The device of ``rows`` if these kernels support their dtype and widths, and there are rows; else None.
 

@@ -75,7 +75,7 @@ def wgrad_producer(
                     tma_gather(by_token, token, first + i * EPILOGUE_N, full.index(stage), blocks.index(i))
                 else:
                     lines = by_token + (token.to(gl.int64) * stride_token)[:, None]
-                    copy_a(blocks.index(i), lines, first + i * EPILOGUE_N + columns, p, None)
+                    copy_a(blocks.index(i), lines, first + i * EPILOGUE_N + columns, p)
             if ACCESS == "copy":
                 relay(ring, step)
             step += 1

@@ -129,9 +129,8 @@ def _activation_constants(
 
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
-    """The launch that computes ``grad``, which has no sums; p or q of out is contiguous."""
-    kernel, by_token, by_row, out, adds, sums = grad
-    assert sums is None, "the backend asks for none"
+    """The launch that computes ``grad``; p or q of out is contiguous."""
+    kernel, by_token, by_row, out, adds = grad
     tile, p, q = TILES[kernel], by_token.shape[1], by_row.shape[1]
     source, access = gathered(by_token, device)
     to, transposed = gradient_descriptor(out, BLOCK_M, adds)

@@ -72,11 +72,6 @@ class HopperBackend(TritonBackend):
         tile_m = self._host.tile_of("down_proj_dgrad_dact", w2.shape[1], form).block_m
         return dh, score_grad(partial, do, b2, s, plan, tile_m), a_scaled
 
-    def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
-        # What a GEMM with quantised operands reads of dh is rounded, db1 is not.
-        is_rounded = self.format is not None and self.format.quantizes_wgrad(x.shape[1], dh.shape[1])
-        return super()._sums_beside_grad(x, dh) and not is_rounded
-
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
     ) -> tuple[GemmOperand, Tensor]:
@@ -121,11 +116,10 @@ class HopperBackend(TritonBackend):
         return out
 
     def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
-        kernel, by_token, by_row, out, adds, sums = grad
+        kernel, by_token, by_row, out, adds = grad
         widths = by_token.shape[1], by_row.shape[1]
         is_read = self.format is not None and self.format.quantizes_wgrad(*widths)
         if self.format is not None and is_read and plan.capacity and describable_weight(out, device_of(out)):
-            assert sums is None, "`_sums_beside_grad` says that none are made"
             for operands in self.format.wgrad_operands(by_token, by_row, plan):
                 host.fp8_wgrad_launch(operands, out, plan, device_of(out), adds).run()
             return

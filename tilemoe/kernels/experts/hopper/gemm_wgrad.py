@@ -9,8 +9,6 @@ Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B 
 two consumer warp groups has 64 of a tile's BM rows. Persistent, static scheduler: expert by expert, the gradient's
 shorter side innermost. An expert without rows takes a stage without operands; its gradient is zero.
 
-Where the sums of each expert's rows of B are wanted (db1), A has ONES further columns, of ones: row p of the product.
-
 FP8 operands (`gemm_transposed_kernel`) are transposed copies, with room L along the rows, laid out by
 `triton.formats.transpose`: both are K-major and come by TMA, so that one warp is the producer; a k-block is 128 rows.
 Tensor cores truncate as they add, to some 14 bits, so that a long sum of products with a mean comes out too small: by
@@ -56,15 +54,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     zero_accumulator,
 )
 from tilemoe.kernels.experts.hopper.scales import BLOCK
-from tilemoe.kernels.experts.triton.gemm_wgrad import ONES as _ONES
-
-ONES = gl.constexpr(_ONES.value)
-
-
-@gluon.jit
-def width_of_a(p, sums):
-    """by_token's p columns, and ONES more where there are sums."""
-    return p if sums is None else p + ONES
 
 
 @gluon.jit
@@ -85,19 +74,15 @@ def weight_tile_coords(index, total, width, q, row_start_of_expert, BN: gl.const
 
 
 @gluon.jit
-def copy_a(buffer, lines, columns, p, ones):
-    """cp.async of ``columns`` of A, 0 past its last. lines: pointers to by_token's rows. ones: None, or of A's end."""
-    pointers = lines + columns[None, :]
-    if ones is not None:
-        pointers = gl.where((columns < p)[None, :], pointers, ones + (columns - p)[None, :])
-    cp_async(buffer, pointers, mask=(columns < width_of_a(p, ones))[None, :])
+def copy_a(buffer, lines, columns, p):
+    """cp.async of ``columns`` of A, 0 past its last. lines: pointers to by_token's rows."""
+    cp_async(buffer, lines + columns[None, :], mask=(columns < p)[None, :])
 
 
 @gluon.jit
 def wgrad_producer(
     by_token,
     stride_token,
-    ones,
     token_of_row,
     by_row,
     row_start_of_expert,
@@ -115,16 +100,15 @@ def wgrad_producer(
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     p, stride_token = p // 8 * 8, stride_token // 8 * 8
     a_smem, b_smem, full, _empty = ring
-    width = width_of_a(p, ones)
-    total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
+    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
     rows = gl.arange(0, BK, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
     columns = gl.arange(0, WARPGROUP_M, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
     step = 0
-    expert, start, end, first, col = weight_tile_coords(gl.program_id(0), total, width, q, row_start_of_expert, BN)
+    expert, start, end, first, col = weight_tile_coords(gl.program_id(0), total, p, q, row_start_of_expert, BN)
     token = gl.load(row_pointers(token_of_row, start, end, rows))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_start, next_end, next_first, next_col = weight_tile_coords(
-            index + gl.num_programs(0), total, width, q, row_start_of_expert, BN
+            index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
         )
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, first, col, gl.cdiv(end - start, BK))
@@ -143,8 +127,8 @@ def wgrad_producer(
             mbarrier.expect(full.index(stage), by_row.block_type.nbytes)
             place = [RAGGED_EXTENT, end, RAGGED_EXTENT - end + k, col]
             tma_load(by_row, place, full.index(stage), b_smem.index(stage))
-            copy_a(a_smem.index(CONSUMERS * stage), lines, upper, p, ones)
-            copy_a(a_smem.index(CONSUMERS * stage + 1), lines, lower, p, ones)
+            copy_a(a_smem.index(CONSUMERS * stage), lines, upper, p)
+            copy_a(a_smem.index(CONSUMERS * stage + 1), lines, lower, p)
             producer_commit(ring, step)
             step += 1
         # Without rows the loop has not run, which prefetches the next tile's tokens.
@@ -193,44 +177,24 @@ def store_gradient(
 
 
 @gluon.jit
-def store_sums(sums, value, expert, row, col, p, q):
-    """Store the product's row p, if ``value`` (WARPGROUP_M, EPILOGUE_N) at (row, col) has it, to the expert's sums."""
-    if (row <= p) & (p < row + WARPGROUP_M):
-        # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it stores two columns at a time.
-        col, q = col // 8 * 8, q // 8 * 8
-        rows = row + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, value.type.layout))
-        columns = col + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
-        pointers = sums + expert.to(gl.int64) * q + (columns[None, :] + 0 * rows[:, None])
-        gl.store(pointers, value, mask=(rows == p)[:, None] & (columns < q)[None, :])
-
-
-@gluon.jit
 def wgrad_consumer(
-    out, sums, num_experts, p, q, ring, tile_info, staging,
+    out, num_experts, p, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer. Epilogue: store or accumulate its 64 rows of the tile, transposed if the output is (E, q, p).
-
-    TMA clips rows past p, of which the first is stored to ``sums``.
-    """
-    total = num_experts * gl.cdiv(width_of_a(p, sums), BM) * gl.cdiv(q, BN)
+    """Consumer. Epilogue: store or accumulate its 64 rows of the tile, transposed if the output is (E, q, p)."""
+    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, col, steps = receive_tile(ring, tile_info, step)
-        computes = steps > 0
-        if sums is not None:  # in a tile that begins at row p the second consumer has no rows
-            computes = computes & (first + CONSUMER * WARPGROUP_M < p + ONES)
         acc = zero_accumulator(BN, "none")
-        if computes:
+        if steps > 0:
             acc = begin_mainloop(ring, step, CONSUMER, BN, False, False, "none")
             acc, step = mma_mainloop(ring, acc, step, steps, False, CONSUMER, BN, False, False, "none")
         else:
-            step = skip_stages(ring, step, 1 if sums is None else gl.maximum(steps, 1), False)
+            step = skip_stages(ring, step, 1, False)
         row = first + CONSUMER * WARPGROUP_M
         slices = epilogue_slices(acc, BN)
         for i in gl.static_range(4):
-            if sums is not None:
-                store_sums(sums, slices[i], expert, row, col + i * EPILOGUE_N, p, q)
             store_gradient(out, slices[i], expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS)
     tma.store_wait(0)
 
@@ -246,8 +210,6 @@ def gemm_wgrad_kernel(
     p,
     q,
     stride_token,
-    ones,
-    sums,
     TRANSPOSED: gl.constexpr,
     ADDS: gl.constexpr,
     BN: gl.constexpr,
@@ -258,7 +220,6 @@ def gemm_wgrad_kernel(
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
     Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
-    sums (E, q) fp32, with ones (ONES), or neither: ``sums_e = sum over rows r of e of by_row[r]``, overwritten.
     """
     dtype: gl.constexpr = by_token.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -270,9 +231,9 @@ def gemm_wgrad_kernel(
     tile_info = new_tile_info(STAGES)
     gl.warp_specialize(
         [
-            (wgrad_consumer, (out, sums, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
-            (wgrad_consumer, (out, sums, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
-            (wgrad_producer, (by_token, stride_token, ones, token_of_row, by_row, row_start_of_expert, num_experts,
+            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
+            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
+            (wgrad_producer, (by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts,
                               p, q, ring, tile_info, BN)),
         ],
         [4, 4],

@@ -44,7 +44,6 @@ from tilemoe.kernels.experts.triton.host import (
     WeightGrad,
     dact_outputs,
     gate_up_layout,
-    ones_beside,
     split_parts,
 )
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
@@ -168,15 +167,14 @@ def dgrad_dact_launch(
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
     """The launch that computes ``grad``; p or q of out is contiguous."""
-    kernel, by_token, by_row, out, adds, sums = grad
+    kernel, by_token, by_row, out, adds = grad
     p, q = by_token.shape[1], by_row.shape[1]
-    ones, width = ones_beside(by_token, sums)
     tile = tile_of(kernel, p)
     to, transposed = gradient_descriptor(out, WARPGROUP_M, adds)
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
-    args = (*operands, *indices, p, q, by_token.stride(0), ones, sums)
-    grid = persistent_grid(device, plan.num_experts * ceil_div(width, tile.block_m) * ceil_div(q, tile.block_n))
+    args = (*operands, *indices, p, q, by_token.stride(0))
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
     return hopper_launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, tile)
 
 

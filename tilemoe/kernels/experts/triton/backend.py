@@ -138,7 +138,11 @@ class TritonBackend(Backend):
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        return self._up_proj_wgrad(x, dh, plan, column_major, out, None)
+        shape = (plan.num_experts, dh.shape[1], x.shape[1])
+        dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
+        transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
+        self._weight_grad(WeightGrad("up_proj_wgrad", x, dh, transposed, adds=out is not None), plan)
+        return dw1
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
         combine(dx_rows, None, plan, dx)
@@ -155,21 +159,9 @@ class TritonBackend(Backend):
             return dh.new_zeros(plan.num_experts, dh.shape[1], dtype=torch.float32)
         return bias_grad.up_proj_bias_grad(dh.contiguous(), plan, device)
 
-    def up_proj_wgrad_bias_grad(
-        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if not self._sums_beside_grad(x, dh):
-            return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
-        db1 = dh.new_empty(plan.num_experts, dh.shape[1], dtype=torch.float32)
-        return self._up_proj_wgrad(x, dh, plan, column_major, out, db1), db1
-
     def _small_m(self, plan: RoutingPlan) -> int | None:
         """The tile height of inference with few rows, whose kernels read dense operands; None: as in training."""
         return small_m(plan.capacity, plan.num_experts) if self.format is None else None
-
-    def _sums_beside_grad(self, x: Tensor, dh: Tensor) -> bool:
-        """Whether up_proj_wgrad's kernel may sum dh, too: not in fp32, which tensor cores would round to tf32."""
-        return x.dtype != torch.float32
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
@@ -198,27 +190,14 @@ class TritonBackend(Backend):
         launch.run()
         return out
 
-    def _up_proj_wgrad(
-        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool, out: Tensor | None, db1: Tensor | None
-    ) -> Tensor:
-        """up_proj_wgrad, which writes db1 (E, w) fp32, too, if given."""
-        shape = (plan.num_experts, dh.shape[1], x.shape[1])
-        dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
-        transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
-        self._weight_grad(WeightGrad("up_proj_wgrad", x, dh, transposed, out is not None, db1), plan)
-        return dw1
-
     def _weight_grad(self, grad: WeightGrad, plan: RoutingPlan) -> None:
         """down_proj_wgrad and up_proj_wgrad."""
         device = _check(grad.by_token, grad.by_token.shape[1], grad.by_row.shape[1])
         if plan.capacity:
             grad = grad._replace(by_token=aligned_rows(grad.by_token), by_row=grad.by_row.contiguous())
             host.wgrad_launch(grad, plan, device).run()
-            return
-        if not grad.adds:
+        elif not grad.adds:
             grad.out.zero_()
-        if grad.sums is not None:
-            grad.sums.zero_()
 
 
 def _times_packed(

@@ -6,8 +6,6 @@ BM, BN tile of (p, q) · BK k-block: rows of the expert per step
 
 Persistent CTAs walk the experts' gradients one after the other, tiles along p innermost. The gathered operand is always
 A, whose width is M; dw1 is therefore computed transposed, and transposed back by its store.
-
-Where the sums of each expert's rows of B are wanted (db1), A has ONES further columns, of ones: row p of the product.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -16,10 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE
 from tilemoe.kernels.experts.triton.operands import column_slices, line_pointers, load_ragged, multiply_add
-
-ONES = tl.constexpr(WIDTH_MULTIPLE)  # columns of ones beside A's: as many as one 16-byte copy loads
 
 
 @triton.jit
@@ -33,8 +28,6 @@ def gemm_wgrad_kernel(
     p,
     q,
     stride_token,
-    ones,
-    sums,
     TRANSPOSED: tl.constexpr,
     ADDS: tl.constexpr,
     GATHER_BY_TMA: tl.constexpr,
@@ -52,12 +45,10 @@ def gemm_wgrad_kernel(
 
     by_token (T, p), by_row (R_max, q). Zeros for an expert without rows. ADDS: out, fp32, is accumulated into; only one
     CTA touches a tile of it, once, so that the result is deterministic.
-    sums (E, q) fp32, with ones (ONES), or neither: ``sums_e = sum over rows r of e of by_row[r]``, overwritten.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
-    width = p if sums is None else p + ONES  # of A
-    row_tiles = tl.cdiv(width, BLOCK_M)
+    row_tiles = tl.cdiv(p, BLOCK_M)
     tiles = row_tiles * tl.cdiv(q, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
         expert = index // tiles
@@ -76,9 +67,7 @@ def gemm_wgrad_kernel(
                 left = by_token.gather(token, first)
             else:
                 pointers = line_pointers(by_token, token, stride_token, along, INT64_OFFSETS)
-                if sums is not None:
-                    pointers = tl.where((along < p)[None, :], pointers, ones + (along - p)[None, :])
-                left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < width)[None, :], other=0.0)
+                left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < p)[None, :], other=0.0)
             if USE_TMA:
                 right = load_ragged(by_row, end, k, col, BLOCK_K, BLOCK_N)
             else:
@@ -90,23 +79,6 @@ def gemm_wgrad_kernel(
         for i in tl.static_range(SLICES):
             at = (expert, first, col + i * slice_width)
             store_gradient(out, slices[i], at, p, q, TRANSPOSED, ADDS, USE_TMA, BLOCK_M, slice_width)
-        if sums is not None:
-            for i in tl.static_range(SLICES):
-                at = (expert, first, col + i * slice_width)
-                _store_sums(sums, slices[i], at, p, q, BLOCK_M, slice_width)
-
-
-@triton.jit
-def _store_sums(sums, value, at, p, q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store the product's row p, if ``value`` (BM, BN) at (first, col) has it, to the expert's sums (q).
-
-    at: (expert, first, col).
-    """
-    expert, first, col = at
-    if (first <= p) & (p < first + BLOCK_M):
-        along, columns = first + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-        row = tl.sum(tl.where((along == p)[:, None], value, 0.0), axis=0)
-        tl.store(sums + tl.cast(expert, tl.int64) * q + columns, row, mask=columns < q)
 
 
 @triton.jit

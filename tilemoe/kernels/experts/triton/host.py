@@ -17,7 +17,6 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.dense import is_column_major
 from tilemoe.kernels.experts.triton.configs import (
     MIN_BLOCK,
-    WIDTH_MULTIPLE,
     Kernel,
     TileConfig,
     band_tiles,
@@ -149,8 +148,7 @@ def score_grad_launch(
 class WeightGrad(NamedTuple):
     """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q).
 
-    adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
-    rows.
+    adds: out, fp32, is accumulated into instead of overwritten.
     """
 
     kernel: Kernel
@@ -158,23 +156,21 @@ class WeightGrad(NamedTuple):
     by_row: Tensor
     out: Tensor
     adds: bool = False
-    sums: Tensor | None = None
 
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
     """The launch that computes ``grad``; out is dense, p or q contiguous."""
-    kernel, by_token, by_row, out, adds, sums = grad
+    kernel, by_token, by_row, out, adds = grad
     p, q = by_token.shape[1], by_row.shape[1]
-    ones, width = ones_beside(by_token, sums)
     transposed = is_column_major(out)
     out = out.transpose(1, 2) if transposed else out
-    tile = choose_tile(kernel, width, q, by_row.element_size(), device)
+    tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
     # Slices are staged in shared memory: of an fp32 output they are half as wide, so that the bytes are the same.
     wider = out.element_size() > by_row.element_size() and tile.block_n >= 2 * tile.slices * MIN_BLOCK
     slices = min(2 * tile.slices, 4) if wider else tile.slices
     columns = tile.block_n // slices
-    left, by_tma = (by_token, False) if ones is not None else gathered_argument(by_token, tile.block_m, device)
+    left, by_tma = gathered_argument(by_token, tile.block_m, device)
     right = ragged_argument(by_row, [tile.block_k, tile.block_n], use_tma)
     to = rows_argument(out, [1, columns, tile.block_m] if transposed else [1, tile.block_m, columns], use_tma)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
@@ -184,23 +180,17 @@ def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
         "GATHER_BY_TMA": by_tma,
         "INT64_OFFSETS": needs_int64(by_token),
         "USE_TMA": use_tma,
-        "EVEN_M": width % tile.block_m == 0,
+        "EVEN_M": p % tile.block_m == 0,
         **arithmetic_constants(by_row.dtype),
         "SLICES": slices,
         **blocks(tile),
     }
-    grid = persistent_grid(device, plan.num_experts * ceil_div(width, tile.block_m) * ceil_div(q, tile.block_n))
-    args = (left, right, to, *indices, p, q, by_token.stride(0), ones, sums)
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
+    args = (left, right, to, *indices, p, q, by_token.stride(0))
     return launch_of(gemm_wgrad_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
 
 
 # Shared with the Hopper kernels
-
-
-def ones_beside(by_token: Tensor, sums: Tensor | None) -> tuple[Tensor | None, int]:
-    """(ones, width of A): A's ones beside by_token (T, p) where a weight gradient gives ``sums``, else None and p."""
-    p = by_token.shape[1]
-    return (None, p) if sums is None else (by_token.new_ones(WIDTH_MULTIPLE), p + WIDTH_MULTIPLE)
 
 
 def split_parts(t: Tensor, spec: ActivationSpec) -> Tensor:
