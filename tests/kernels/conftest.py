@@ -9,8 +9,6 @@ import torch
 import triton
 
 from tilemoe.kernels import choose
-from tilemoe.kernels.experts.blackwell import serves as blackwell_serves
-from tilemoe.kernels.experts.hopper import serves
 from tilemoe.runtime import device as device_module
 from tilemoe.runtime.device import Device
 
@@ -31,8 +29,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         found = Device(10 * capability[0] + capability[1], 227 * 1024, 132)
-        for module in (serves, blackwell_serves):
-            monkeypatch.setattr(module, "gpu", lambda index: found)
+        monkeypatch.setattr(device_module, "gpu", lambda index: found)
         forget()
 
     yield have

@@ -19,7 +19,6 @@ from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, c
 from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.experts import table
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES, compute_dtype
-from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, band_tiles, choose_tile, shared_bytes, tile_rows
 from tilemoe.kernels.plan import triton as triton_plan
@@ -28,6 +27,7 @@ from tilemoe.kernels.plan.torch import sort_by_expert
 from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router import triton_input_grad as router_input
+from tilemoe.runtime import device as device_module
 from tilemoe.runtime.device import Device, device_of, has_fast_gemm
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -38,7 +38,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The GPU that is asked is an H200."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(serves, "gpu", lambda index: Device(90, 227 * 1024, 132))
+    monkeypatch.setattr(device_module, "gpu", lambda index: Device(90, 227 * 1024, 132))
     choose._known_experts_on.cache_clear()
     yield
     choose._known_experts_on.cache_clear()
@@ -84,7 +84,7 @@ def test_a_triton_whose_gluon_has_moved_leaves_the_portable_kernels(
     chosen = select_kernels("cuda:0", torch.bfloat16)
     assert chosen.name == name
     assert ("not 9.0.0" in chosen.reason) == (name == "triton")
-    why = serves.why_unsupported(torch.device("cuda:0"))
+    why = table.why_not_hopper_gpu(torch.device("cuda:0"))
     assert (why is None) == (name == "hopper")
     assert why is None or why in chosen.reason
 
@@ -93,13 +93,13 @@ def test_a_triton_whose_gluon_has_moved_leaves_the_portable_kernels(
 @pytest.mark.usefixtures("h200")
 def test_the_hopper_kernels_alone_say_what_they_need(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))  # enough for Triton's
-    monkeypatch.setattr(serves, "gpu", lambda index: Device(capability, 227 * 1024, 132))
+    monkeypatch.setattr(device_module, "gpu", lambda index: Device(capability, 227 * 1024, 132))
     chosen = select_kernels("cuda:0", torch.bfloat16)
     if capability == 90:
         assert chosen.name == "hopper"
     else:
         assert chosen.name == "triton"
-        assert chosen.reason.endswith(f": {serves.why_unsupported(torch.device('cuda:0'))}")
+        assert chosen.reason.endswith(f": {table.why_not_hopper_gpu(torch.device('cuda:0'))}")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_why_it_is_not_fp8_is_the_layers_own_fault_first(monkeypatch: pytest.Mon
         (torch.float64, (128, 128), "fp64 is not quantised"),
     ):
         assert f"not in FP8 ({why}): change that" in choose_experts(device, dtype, widths, "fp8").reason
-    monkeypatch.setattr(serves, "gpu", lambda index: Device(89, 99 * 1024, 128))
+    monkeypatch.setattr(device_module, "gpu", lambda index: Device(89, 99 * 1024, 128))
     choose._known_experts_on.cache_clear()
     elsewhere = choose_experts(device, torch.bfloat16, (128, 128), "fp8")
     assert elsewhere.name == "triton"
@@ -265,7 +265,7 @@ def test_rows_are_packed_by_triton_where_it_has_e4m3(
 ) -> None:
     from tilemoe.kernels.experts.triton.formats import quantize as operands
 
-    monkeypatch.setattr(operands, "gpu", lambda index: Device(capability, 0, 0))
+    monkeypatch.setattr(operands, "gpu_of", lambda device: Device(capability, 0, 0))
     choice = choose.choose_packing(GPU, dtype)
     assert choice.name == ("triton" if capability == 89 else "torch")
     assert reason in choice.reason

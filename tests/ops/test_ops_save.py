@@ -150,7 +150,7 @@ def test_a_width_without_whole_blocks_is_named() -> None:
 
 
 def test_a_gpu_without_e4m3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "gpu", lambda index: Device(80, 163 * 1024, 108))
+    monkeypatch.setattr(operands, "gpu_of", lambda device: Device(80, 163 * 1024, 108))
     monkeypatch.setattr(Tensor, "device", torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"save='fp8': e4m3 needs compute capability 8.9; use save='full', or"):
         TritonBackend().quantize_h(torch.zeros(4, 128))

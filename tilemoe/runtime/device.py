@@ -64,6 +64,11 @@ def gpu(index: int) -> Device:
     return Device(capability, shared, properties.multi_processor_count)
 
 
+def gpu_of(device: torch.device) -> Device:
+    """What a GPU offers, of those without an index the current one."""
+    return gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
 def has_fast_gemm(device_type: str, dtype: torch.dtype) -> bool:
     """Whether GEMMs run at full speed: in 16 bits on a CPU, where PyTorch hands them to oneDNN (docs/lab/cpu.md)."""

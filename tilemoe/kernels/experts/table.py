@@ -15,12 +15,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from tilemoe.kernels.experts import selftest
+from tilemoe.kernels.experts.blackwell import configs as blackwell
 from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight, quantize_mxfp4
 from tilemoe.kernels.experts.formats.nf4 import Nf4Weight, quantize_nf4, quantize_nf4_double
 from tilemoe.kernels.experts.formats.packed import PackedWeight
+from tilemoe.kernels.experts.hopper import configs as hopper
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_not_of_widths
-from tilemoe.runtime.device import capability_of, why_no_triton
+from tilemoe.runtime.device import Device, capability_of, gpu_of, triton_version, why_no_triton
 
 WhyNot: TypeAlias = str | None  # what speaks against a row, in a few words
 
@@ -68,9 +70,12 @@ def why_not_hopper_gpu(device: torch.device) -> WhyNot:
     """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
     if not torch.cuda.is_available():
         return "no GPU is here to ask"
-    from tilemoe.kernels.experts.hopper.serves import why_unsupported
+    return hopper.why_unsupported(gpu_of(device), triton_version())
 
-    return why_unsupported(device)
+
+def why_not_blackwell_gpu(device: torch.device, found: Device) -> WhyNot:
+    """Why the Blackwell kernels do not run on a GPU, of which ``found`` is known; None if their self-test passed."""
+    return blackwell.why_unsupported(found, triton_version()) or selftest.why_not("blackwell", device)
 
 
 def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
@@ -83,9 +88,7 @@ def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) ->
             found or f"the Blackwell kernels never ran: {selftest.SETTING}=1 lets them serve if they pass a self-test"
         )
     if found is None:
-        from tilemoe.kernels.experts.blackwell.serves import why_unsupported
-
-        found = of_gpu = why_unsupported(device)
+        found = of_gpu = why_not_blackwell_gpu(device, gpu_of(device))
     if of_gpu is not None:
         selftest.say_off(of_gpu)
     return found

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
-from tilemoe.kernels.experts.hopper import configs, host, serves
+from tilemoe.kernels.experts.hopper import configs, host
 from tilemoe.kernels.experts.hopper.configs import why_slower
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
@@ -33,7 +33,7 @@ from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describ
 from tilemoe.kernels.experts.triton.host import WeightGrad, split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.device import Device, device_of
+from tilemoe.runtime.device import Device, device_of, gpu_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -45,7 +45,8 @@ class HopperBackend(TritonBackend):
     _host: ClassVar[ModuleType] = host  # has the launches
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        why = super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)
+        why = super().why_unsupported(device, dtype, widths)
+        why = why or configs.why_unsupported(gpu_of(device), triton.__version__)
         if why is not None or self.format is None:
             return why
         return self.format.why_not(dtype, *widths) or _why_not_dtype(dtype)

@@ -27,7 +27,7 @@ from tilemoe.kernels.experts.formats.fp8 import (
     words_of_row,
 )
 from tilemoe.kernels.experts.formats.operand import Operand
-from tilemoe.runtime.device import device_of, gpu
+from tilemoe.runtime.device import device_of, gpu_of
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -41,7 +41,7 @@ _MIN_CAPABILITY = 89  # Ada is the first with instructions that multiply e4m3 an
 
 def why_no_e4m3(device: torch.device) -> str | None:
     """Why the kernels cannot use e4m3 on this device; None if they can."""
-    if device.type == "cuda" and gpu(device.index or 0).capability < _MIN_CAPABILITY:
+    if device.type == "cuda" and gpu_of(device).capability < _MIN_CAPABILITY:
         return f"e4m3 needs compute capability {_MIN_CAPABILITY / 10}"
     return None
 
