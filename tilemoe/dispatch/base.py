@@ -36,8 +36,8 @@ class Dispatched(NamedTuple):
 
 
 class LayerRoom:
-    """Of one layer, in this process. rows: that it can receive, 0 before any were sent · index (1,) int32: the layer's,
-    on the device.
+    """One layer's room in this process. rows: how many it can receive, 0 before any were sent · index (1,) int32: the
+    layer's number, on the device.
     """
 
     rows = 0
@@ -45,8 +45,8 @@ class LayerRoom:
 
 
 class Capacity(Protocol):
-    """Room for the rows that ranks receive, where it is fixed before those are known. Each layer has its own on each
-    rank (`LayerRoom`), up to ``rows``, the same on all ranks of a group.
+    """Room for the rows that ranks receive, fixed before their number is known. Each layer has its own on each rank
+    (`LayerRoom`), up to ``rows``, which is the same on all ranks of a group.
 
     What does not fit makes outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
     dispatch raises, as soon as the host has heard of it, unless ``is_watched`` says that somebody asks after each step.
@@ -74,7 +74,7 @@ class Capacity(Protocol):
         ...
 
     def forget(self) -> None:
-        """What was learnt: no layer has less room than one of which nothing is known."""
+        """Forget what was learnt: no layer has less room than a layer of which nothing is known."""
         ...
 
     def learn(self, rows: Sequence[int], most: int) -> None:

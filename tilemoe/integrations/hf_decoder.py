@@ -32,8 +32,8 @@ from tilemoe.runtime.random import uniform_
 
 _FLEX = "flex_attention"
 _MIXER = re.compile(r"attn|attention|mamba|mixer|conv")  # in the name of what mixes tokens in a layer
-_LINEAR = ("Linear", "Linear4bit")  # not what a class makes of them, whose forward is another
-# What PEFT takes for parts of stacked weights, wherever they are; what chooses keys has no gradient.
+_LINEAR = ("Linear", "Linear4bit")  # by the exact name: a subclass may have another forward
+# PEFT takes layers of these names for parts of stacked weights; an indexer, which chooses keys, has no gradient.
 _LEFT_OUT = re.compile(r"(gate_proj|up_proj|down_proj)$|indexer\b")
 _PROBE = 4  # tokens of a document
 _SAME = 0.01  # relative error of a probe's rows, which compute the same unless a document sees the one before it
@@ -195,7 +195,7 @@ class HFDecoder(nn.Module):
         )
 
     def _count(self, name: str, experts: Any, given: tuple[Tensor, ...]) -> None:
-        """Keep how many pairs each expert of a layer gets; what the backward recomputes finds the same again."""
+        """Keep how many pairs each expert of a layer gets; a recomputed forward writes the same counts again."""
         ids = given[1].flatten().long()
         counts = torch.zeros(experts.down_proj.shape[0], dtype=torch.int32, device=ids.device)
         self._counts[name] = counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
@@ -299,7 +299,7 @@ def _adapted(
 
 
 def _attention(model: Any) -> list[str]:
-    """The ends of the names of the linear layers in what mixes tokens."""
+    """Suffixes of the names of the linear layers in attention, or in whatever mixes tokens."""
     found: set[str] = set()
     for layer in model.base_model.layers:
         for name, mixer in layer.named_children():
@@ -312,7 +312,7 @@ def _attention(model: Any) -> list[str]:
 
 
 def _weights(model: nn.Module) -> list[str]:
-    """The ends of the names of the experts' weights."""
+    """Suffixes of the names of the experts' weights."""
     found = {
         f"{name.rpartition('.')[2]}.{weight}"
         for name, module in integration.experts_modules(model)

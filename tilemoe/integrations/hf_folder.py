@@ -113,7 +113,7 @@ def planned(base: HFBase, config: Any, dtype: torch.dtype, num_tensors: int) -> 
 
 
 def slices_of(base: HFBase) -> dict[str, Any]:
-    """Of each tensor by its name; they keep the files open. ValueError: as `opened`."""
+    """Tensors by name, which are read when sliced; they keep the files open. ValueError: as `opened`."""
     with opened(Path(base.folder), dtypes=None) as file_of:
         return {name: file.get_slice(name) for name, file in file_of.items()}
 
@@ -153,7 +153,7 @@ def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
 
 
 def options_of(base: HFBase, storage: str, linear: str) -> dict[str, Any]:
-    """Of `from_pretrained`. ValueError: the folder's weights are stored otherwise."""
+    """Arguments of `from_pretrained`. ValueError: the folder's weights are stored otherwise."""
     require_peft()
     from transformers import BitsAndBytesConfig, Mxfp4Config
 

@@ -80,8 +80,9 @@ class TilemoeConfig(QuantizationConfigMixin):
 
 
 class _OfMxfp4(TilemoeConfig, Mxfp4Config):
-    """A `TilemoeConfig` that transformers takes for what gpt-oss's folders say of themselves, which it knows by the
-    class's name, and in which it sets the attributes below: then their weights are read by this quantizer.
+    """A `TilemoeConfig` for gpt-oss's own folders, which say that they are in MXFP4. transformers compares the names of
+    the two classes, so this one has the name of its own. It then copies the attributes below, and our quantizer reads
+    the weights.
     """
 
     def get_loading_attributes(self) -> dict[str, Any]:

@@ -170,8 +170,8 @@ class PackedLoRAExperts(LoRAExperts):
             own.view(tensor.dtype).copy_(tensor[where])
 
     def as_floats(self) -> None:
-        """From here on its bytes are views of `_BYTE`, before FSDP2 shards them: that of PyTorch 2.11 takes floating
-        point alone. In state dicts they are uint8.
+        """Call it before FSDP2 shards the bytes: that of PyTorch 2.11 takes floating point alone, so from here on they
+        are views of `_BYTE`. In state dicts they stay uint8.
         """
         for names in self.packed_names().values():
             for name in names:

@@ -28,9 +28,9 @@ from tilemoe.runtime.tensors import PLAIN
 class OpenWindow:
     """A window while it is open. By name, since a schema of torch.library takes no objects.
 
-    It lends its memory of results to who computes them, once after an exchange of tokens, unless others are there that
-    wait to be put. By then all ranks have entered an exchange after the last of results, and read none of those any
-    more.
+    The experts may compute their results in its memory, which it lends once after each exchange of tokens, unless it
+    still holds results that have not been put. That is safe: all ranks have entered a later exchange by then, so none
+    still reads the last results.
     """
 
     def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
@@ -179,7 +179,7 @@ def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def saved_by(node: Any) -> tuple[Tensor, ...]:
-    """x (T, d) and the `Places` that a call of `to_experts` has saved, which checkpointing gives out once."""
+    """x (T, d) and the `Places` that a call of `to_experts` saved, kept because checkpointing gives them out once."""
     if not hasattr(node, "read"):
         node.read = node.saved_tensors
     return tuple(node.read)
@@ -193,7 +193,7 @@ class Senders(NamedTuple):
     window: OpenWindow
 
     def keep(self, x: Tensor) -> bool:
-        """Not if something else frees what is saved: the hooks of checkpointing, or others."""
+        """No where hooks, as of checkpointing, decide when saved tensors are freed."""
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return self.node is not None and x.grad_fn is self.node and not is_hooked
 

@@ -1,4 +1,4 @@
-"""Tokens' way between GPUs that share a layer's experts: bytes and, over several hosts, times that nothing hides.
+"""Exchange of tokens between GPUs that share a layer's experts: bytes and, across hosts, time, none of it hidden.
 
 T tokens of a GPU · d hidden_size · E experts · K experts per token · X GPUs that share the experts: H hosts of G each
 """
@@ -30,10 +30,10 @@ class Hosts:
 
 
 def reached(moe: MoEConfig, processes: int) -> float:
-    """Of X processes with E / X experts each, how many a token's K random experts are on: hypergeometric.
+    """How many of X processes, with E / X experts each, have any of a token's K random experts: the expected number.
 
-    ``X (1 - C(E - E/X, K) / C(E, K))``. With routing by groups, its K experts are of g of n groups: of a process with
-    experts in m = max(1, n / X) groups, j are eligible as in a draw of g, with a share j/m of its experts.
+    Hypergeometric: ``X (1 - C(E - E/X, K) / C(E, K))``. With routing by groups a token chooses among g of n groups. A
+    process has experts of m = max(1, n / X) groups; j of them are among the g, with a share j/m of its experts.
     """
     groups, eligible, k = moe.router.num_groups, moe.router.top_groups, moe.num_experts_per_tok
     own, here = max(1, groups // processes), moe.num_experts // processes
@@ -67,13 +67,13 @@ def exchange_bytes(moe: MoEConfig, tokens: int, processes: int, dtype: str = "bf
 
 
 def _row_bytes(moe: MoEConfig, dtype: str) -> tuple[int, int]:
-    """Of a token's row there and back."""
+    """Of a token's row on its way to the experts, and on its way back."""
     back = DTYPE_BYTES[dtype] * moe.hidden_size
     return (moe.hidden_size + _FP32 if dtype == "fp8" else back), back
 
 
 def copies(moe: MoEConfig, hosts: Hosts) -> dict[str, tuple[float, float]]:
-    """Of each of its tokens, how many a GPU sends to other hosts, and how many to other GPUs of a host.
+    """How many copies of each of its tokens a GPU sends to other hosts, and to other GPUs of the same host.
 
     "one exchange": a copy to each GPU that has any of its experts, wherever that is. "two levels": one to each host,
     to the GPU with the sender's index there, which passes it on within the host.
@@ -87,7 +87,7 @@ def copies(moe: MoEConfig, hosts: Hosts) -> dict[str, tuple[float, float]]:
 
 
 def crossing_ms(moe: MoEConfig, tokens: int, hosts: Hosts, way: str, row_bytes: float) -> float:
-    """Of all tokens there, or back: on each kind of link one after the other, on both at once."""
+    """For all tokens, in one direction. Copies on one kind of link take turns; the two kinds work at the same time."""
     network, link = copies(moe, hosts)[way]
     return tokens * row_bytes * max(network / hosts.network, link / hosts.link) / 1e6
 

@@ -43,9 +43,9 @@ FITTED_ON = "H200"
 
 @dataclass(frozen=True)
 class Rate:
-    """What a kind of step does in a millisecond: GFLOP (f, in TFLOP/s) and GB (b, in TB/s), one at the other's expense.
+    """What a kind of step does in a millisecond: ``first`` GFLOP (f, in TFLOP/s), or ``second`` GB (b, in TB/s).
 
-    Of choosing experts, millions of logits and of pairs. Infinite where an amount costs nothing.
+    For choosing experts: millions of logits, or of pairs. Infinite where an amount costs nothing.
     """
 
     first: float
@@ -100,7 +100,7 @@ def costs(shape: MoEShape, dtype: str) -> dict[str, Cost]:
 
 
 def amounts(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, float]:
-    """What `Rate` divides: F in GFLOP, B in GB; of choosing experts, millions of logits and of pairs."""
+    """The amounts that `Rate` is for: F in GFLOP and B in GB; for choosing experts, millions of logits and of pairs."""
     if step.startswith("route"):
         return shape.num_tokens * shape.num_experts / 1e6, shape.num_rows / 1e6
     cost = costs(shape, dtype)[step]
@@ -109,7 +109,7 @@ def amounts(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[
 
 
 def _padded_flops(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> float:
-    """FLOPs of all tiles, expected for random routing, and of as many more as fill the last wave of SMs."""
+    """Expected FLOPs of all tiles under random routing, the last wave of tiles counted as if it filled all SMs."""
     tile_rows, unit, tile_columns = _tile(kernel, shape, gpu)
     width_in, width_out = gemm_widths(kernel, shape.hidden_size, shape.intermediate_size, shape.width)
     across = math.ceil(_parts(kernel, shape) * width_out / tile_columns)

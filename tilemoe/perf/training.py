@@ -190,11 +190,11 @@ def kept_bytes(setup: Setup, tokens: int) -> int:
 
 
 def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
-    """The most at once in a block's backward beside what all blocks keep: its own, of its experts (``working``), of
-    what it repeats.
+    """Peak of one block's backward beside what all blocks keep: attention's or the experts' (``working``), and what the
+    block recomputes.
 
-    Repeated attention is there after the experts' backward; in a repeated block, before it. How h is kept changes
-    nothing there: what is kept of it and what the backward has beside that add up to the same.
+    Recomputed attention takes its memory after the experts' backward; in a recomputed block, before it. How h is saved
+    does not matter in the latter: what is saved and what the backward allocates beside it have the same sum.
     """
     mixer = max(_mixer_bytes(mixer, tokens) for _, mixer in setup.sizes.mixers)
     of_mixer = _BF16 * tokens * max(mixer.working for _, mixer in setup.sizes.mixers)
@@ -207,8 +207,8 @@ def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
 
 
 def _stream_bytes(setup: Setup, tokens: int) -> int:
-    """Of a block, residuals and normed inputs. Alone, both residuals are fp32, and the normed input of the experts is
-    kept in fp32, for the router, and in bf16.
+    """A block's residuals and normed inputs. On one GPU alone both residuals are fp32, and the experts' normed input is
+    kept twice: in fp32 for the router, and in bf16.
     """
     of_an_element = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
     return tokens * of_an_element * setup.sizes.hidden_size
@@ -233,8 +233,8 @@ def _experts_bytes(setup: Setup, tokens: int) -> int:
 
 
 def window_bytes(moe: MoEConfig, tokens: int, processes: int) -> int:
-    """Of the window through which ``processes`` of one host exchange tokens, which all layers share: this process'
-    rows, the results of the most that it can receive, and where each token and pair goes.
+    """The window through which ``processes`` of one host exchange tokens, shared by all layers: this process' rows, the
+    results of the most rows that it can receive, and where each token and pair goes.
     """
     if processes == 1:
         return 0
@@ -248,7 +248,7 @@ def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
 
 
 def _moe_working_bytes(setup: Setup, tokens: int) -> int:
-    """Of one layer's backward beside what is kept, of which h is freed in it; and the window.
+    """What one layer's backward allocates beside what is kept, less h, which it frees; and the window.
 
     The tokens that came from others are not kept: the backward pulls them again, beside their outputs' gradients.
     """

@@ -28,7 +28,7 @@ class LaunchCache:
         self.known: dict[Any, LaunchTrace | bool | None] = {}
 
     def look_up(self, operands: tuple[Any, ...]) -> tuple[LaunchTrace | None, LaunchTracer | Precompile | None]:
-        """What to repeat; or what is to watch the call and then to keep its output; or neither.
+        """(the recording to repeat, or None; what is to watch this call and keep its output, or None).
 
         ``operands``: a tensor of the current GPU, then all other tensors and all else that launches depend on.
         """

@@ -1,4 +1,4 @@
-"""A verdict on code that may hang, crash or be wrong: a command tries it once a host, and what came of it is kept.
+"""A verdict on code that may hang, crash or be wrong: a command tries it once on each host, and the result is kept.
 
 The command's last line of output is a `Verdict` as JSON. Whatever it does, nothing that it started is left.
 """
@@ -23,9 +23,9 @@ _REAP_SECONDS = 10.0  # for a killed process to end: one that waits for a GPU th
 
 @dataclass(frozen=True)
 class Verdict:
-    """``why``: what is wrong, in a line, or None. ``is_kept``: whether the next process is told without a trial.
+    """``why``: what is wrong, in a line, or None. ``is_kept``: whether the next process gets it without a new trial.
 
-    Of what says nothing of the code, as too little memory, nothing is kept.
+    A failure that says nothing about the code, such as too little memory, is not kept.
     """
 
     why: str | None
@@ -42,11 +42,11 @@ def verdict_of(
     hindrance: str | None = None,
     again: bool = False,
 ) -> Verdict:
-    """What ``command`` says, within so many ``seconds``; or what it said, to whatever process of this host.
+    """The verdict of ``command``, which has so many ``seconds``; or the one that an earlier run on this host gave.
 
-    It is kept in the cache folder under ``name`` for the very same ``key``; ``again``: it is not read there. Of several
-    processes the first runs the command and the others wait for it, at most twice its seconds. ``hindrance``: why the
-    command cannot be run, in a line.
+    It is kept in the cache folder by ``name`` and ``key``; ``again``: it is made anew. Of several processes the first
+    runs the command and the others wait for it, at most twice its seconds. ``hindrance``: why the command cannot be
+    run, in a line.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = default_cache_dir() / "verdicts" / f"{name}-{digest}.json"

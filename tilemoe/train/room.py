@@ -1,4 +1,4 @@
-"""Work whose rows did not fit where processes that share experts receive them is done again, with more room."""
+"""Repeats work, with more room, where a process could not receive all rows for the experts that it shares."""
 
 from __future__ import annotations
 
