@@ -19,7 +19,6 @@ from torch import Tensor
 from triton_checks import Case, assert_kernels_agree
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
-from tilemoe.kernels.experts.blackwell import backend as blackwell_backend
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, LARGEST, ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
@@ -169,7 +168,7 @@ def emulated(
             IN_PYTORCH[name_of(launch)](launch.args, launch.constants)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blackwell_backend, hopper_backend, triton_backend):
+        for module in (hopper_backend, triton_backend):
             patch.setattr(module, "device_of", lambda t: device)
         patch.setattr(triton_backend, "small_m", lambda num_rows, num_experts: None)
         patch.setattr(Launch, "run", run)

@@ -26,7 +26,8 @@ from tilemoe.cli import doctor_checks
 from tilemoe.files import digest_of_sources
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts import registry, selftest
-from tilemoe.kernels.experts.blackwell import backend as blackwell_backend
+from tilemoe.kernels.experts.blackwell.backend import BlackwellBackend
+from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.runtime import tracing
 from tilemoe.runtime.device import Device, nvidia_smi
@@ -354,9 +355,9 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_experts(B200, torch.bfloat16).name == "triton"
-    monkeypatch.setattr(blackwell_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
+    monkeypatch.setattr(hopper_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
     rows, plan = SimpleNamespace(device=B200, dtype=torch.bfloat16), SimpleNamespace(capacity=8)
-    device_of_kernel = blackwell_backend.BlackwellBackend()._device
+    device_of_kernel = BlackwellBackend()._device
     with raises_one_line("kernels='blackwell': their self-test has not passed: it was killed .*; pass kernels=None or"):
         device_of_kernel("down_proj", rows, plan, 64, 32)  # type: ignore[arg-type]
     selftests.append(Verdict(None))

@@ -6,38 +6,27 @@ The operators' FLOP formulas need it: to import PyTorch's counter imports Triton
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-Then = Callable[[ModuleType], None]
 
-
-def after_import(name: str, then: Then) -> None:
+def after_import(name: str, then: Callable[[ModuleType], object]) -> None:
     """Call ``then`` with the module called ``name``: now if it is imported, else as soon as it has been."""
     if name in sys.modules:
         then(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        return
 
-
-class _Finder(MetaPathFinder):
-    """Finds one module as the other finders do, and has its loader call ``then`` afterwards; it serves once."""
-
-    def __init__(self, name: str, then: Then) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
+    def find(fullname: str, *_: Any) -> ModuleSpec | None:
+        """The module as the other finders find it, with a loader that calls ``then`` afterwards."""
+        if fullname != name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(finder)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            load, then = spec.loader.exec_module, self.then
+            load = spec.loader.exec_module
 
             def load_then(module: ModuleType) -> None:
                 load(module)
@@ -45,3 +34,6 @@ class _Finder(MetaPathFinder):
 
             spec.loader.exec_module = load_then  # type: ignore[method-assign]
         return spec
+
+    finder: Any = SimpleNamespace(find_spec=find)
+    sys.meta_path.insert(0, finder)

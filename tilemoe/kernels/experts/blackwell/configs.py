@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tilemoe.kernels.experts.triton.configs import Kernel
+from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel
 
 if TYPE_CHECKING:  # it imports torch, which this module does not need
     from tilemoe.runtime.device import Device
@@ -44,16 +44,9 @@ class TileConfig:
     block_m: int = BLOCK_M
 
 
-_TILE = TileConfig(256, 4, 72)
+# down_proj_dgrad has fewer stages: its epilogue has buffers of 80 KB, not of 32.
 TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
-    {
-        "up_proj_act": _TILE,
-        "down_proj": _TILE,
-        "down_proj_dgrad_dact": TileConfig(256, 3, 72),  # its epilogue has buffers of 80 KB, not of 32
-        "up_proj_dgrad": _TILE,
-        "down_proj_wgrad": _TILE,
-        "up_proj_wgrad": _TILE,
-    }
+    {**dict.fromkeys(KERNELS, TileConfig(256, 4, 72)), "down_proj_dgrad_dact": TileConfig(256, 3, 72)}
 )
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand
 from tilemoe.kernels.experts.hopper import configs, host
-from tilemoe.kernels.experts.hopper.configs import why_slower
 from tilemoe.kernels.experts.triton.backend import TritonBackend, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows, can_describe, can_describe_rows, has_aligned_rows
@@ -45,8 +44,7 @@ class HopperBackend(TritonBackend):
     _host: ClassVar[ModuleType] = host  # has the launches
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        why = super().why_unsupported(device, dtype, widths)
-        why = why or configs.why_unsupported(gpu_of(device), triton.__version__)
+        why = super().why_unsupported(device, dtype, widths) or self._why_not_device(device, gpu_of(device))
         if why is not None or self.format is None:
             return why
         return self.format.why_not(dtype, *widths) or _why_not_dtype(dtype)
@@ -137,21 +135,28 @@ class HopperBackend(TritonBackend):
 
         ValueError on a GPU, or with a Triton, that these kernels do not run on.
         """
-        device = device_of(rows)
-        why = configs.why_unsupported(device, triton.__version__)
-        if why is not None:
-            raise ValueError(f"kernels='hopper': {why}; pass kernels=None or 'triton'")
+        device = self._supported_device(rows)
         if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
             return None
-        return device if why_slower(kernel, width_in, width_out) is None else None
+        return None if self._is_slower(kernel, width_in, width_out) else device
 
     def _quantized_device(self, rows: Tensor) -> Device:
         """The device of ``rows``. ValueError if the kernels with quantised operands do not support it or the dtype."""
+        return self._supported_device(rows, _why_not_dtype(rows.dtype))
+
+    def _supported_device(self, rows: Tensor, why_not_rows: str | None = None) -> Device:
         device = device_of(rows)
-        why = configs.why_unsupported(device, triton.__version__) or _why_not_dtype(rows.dtype)
-        if why is not None:
-            raise ValueError(f"kernels={self.name!r}: {why}; pass kernels=None")
+        if (why := self._why_not_device(rows.device, device) or why_not_rows) is not None:
+            instead = "None or 'triton'" if self.format is None else "None"
+            raise ValueError(f"kernels={self.name!r}: {why}; pass kernels={instead}")
         return device
+
+    def _why_not_device(self, device: torch.device, found: Device) -> str | None:
+        """Why these kernels do not run on a GPU, of which ``found`` is known."""
+        return configs.why_unsupported(found, triton.__version__)
+
+    def _is_slower(self, kernel: Kernel, width_in: int, width_out: int) -> bool:
+        return configs.why_slower(kernel, width_in, width_out) is not None
 
 
 def _why_not_dtype(dtype: torch.dtype) -> str | None:
