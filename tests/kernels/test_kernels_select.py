@@ -263,9 +263,9 @@ def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_packed_by_triton_where_it_has_e4m3(
     capability: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilemoe.kernels.experts.triton.formats import quantize as operands
-
-    monkeypatch.setattr(operands, "gpu_of", lambda device: Device(capability, 0, 0))
+    of_gpus = {0: Device(75, 0, 0), 1: Device(capability, 0, 0)}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(device_module, "gpu", of_gpus.__getitem__)
     choice = choose.choose_packing(GPU, dtype)
     assert choice.name == ("triton" if capability == 89 else "torch")
     assert reason in choice.reason
