@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     from tilemoe.models.sums import write_sums
     from tilemoe.train.checkpoints.restore import restore
 
-    restored = restore(expand_user(options.checkpoint), "cpu", None if options.adapter else "fp32")
+    restored = restore(expand_user(options.checkpoint), "cpu", "merged")
     try:
         with staged_folder(out) as staging:  # everything appears together or not at all
             _write_weights(restored, staging, is_adapter=options.adapter)
@@ -63,8 +63,10 @@ def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> Non
     from tilemoe.layers.lora import merge_lora
     from tilemoe.models.folder import is_hf
     from tilemoe.models.huggingface import write_hf
+    from tilemoe.train.checkpoints.restore import merged_dtype
 
-    lora = restored.checkpoint.state.recipe.lora
+    recipe = restored.checkpoint.state.recipe
+    lora = recipe.lora
     if isinstance(restored.model, HFDecoder):
         assert lora is not None, "nothing else of it trains"
         if is_adapter:
@@ -76,6 +78,7 @@ def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> Non
         return
     if not is_adapter:
         merge_lora(restored.model)
+        restored.model.to(merged_dtype(recipe))
         ends = restored.tokenizer.end_ids
         write_hf(restored.model, folder, eos_token_id=ends if len(ends) > 1 else ends[0])
         return

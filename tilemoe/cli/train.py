@@ -239,6 +239,6 @@ def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
 
     base = recipe.lora.base or (str(folder) if expand_user(name).is_dir() else name)
     dtype = recipe.lora.base_dtype
-    if dtype is None and isinstance(recipe.model, ModelConfig) and recipe.lora.storage == "dense":
+    if dtype is None and isinstance(recipe.model, ModelConfig):
         dtype = "bfloat16" if is_hf(folder) and is_in_bf16(folder) else "float32"
     return replace(recipe, lora=replace(recipe.lora, base=base, base_dtype=dtype))

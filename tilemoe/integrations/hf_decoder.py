@@ -156,7 +156,7 @@ class HFDecoder(nn.Module):
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
     def save_merged(self, folder: Path) -> None:
-        """Write transformers' folder of the weights with the adapters in them, in the base's dtype."""
+        """Write transformers' folder of the weights with the adapters in them."""
         from tilemoe.integrations.quantized import dequantize_experts
 
         if getattr(self.model, "is_loaded_in_4bit", False):
@@ -164,8 +164,7 @@ class HFDecoder(nn.Module):
                 "linear layers in 4 bit are not merged; export --adapter, and merge it into the bf16 model"
             )
         dequantize_experts(self.peft)
-        merged = self.peft.merge_and_unload()
-        merged.to(config_of(self.config).dtype).save_pretrained(folder, max_shard_size=SHARD_BYTES)
+        self.peft.merge_and_unload().save_pretrained(folder, max_shard_size=SHARD_BYTES)
 
     def set_checkpointing(self, mode: str) -> None:
         """As `DecoderLM`'s, but for "attention"."""

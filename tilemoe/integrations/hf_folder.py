@@ -118,6 +118,12 @@ def slices_of(base: HFBase) -> dict[str, Any]:
         return {name: file.get_slice(name) for name, file in file_of.items()}
 
 
+def dtype_of(base: HFBase) -> torch.dtype:
+    """Of its weights, as config.json says, or one of the files."""
+    in_bf16 = any(each.get_dtype() == "BF16" for each in slices_of(base).values())
+    return config_of(base).dtype or (torch.bfloat16 if in_bf16 else torch.float32)
+
+
 def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """The model with the folder's weights, every one of which is finite. ValueError: one is missing or of another
     shape, or as `planned`.

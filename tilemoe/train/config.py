@@ -156,7 +156,8 @@ class LoRAConfig:
     train_router: bool = False  # train the routers' own weights, too
     train_norms: bool = False  # and the norms'
     base: str | None = None  # base model that an exported adapter names; default: that of --init-from
-    # Of frozen matrices beside dense experts, where train.precision is bf16; default: that of --init-from's files
+    # Of merged weights, and, where train.precision is bf16, of frozen matrices beside dense experts; default: that of
+    # --init-from's files
     base_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:

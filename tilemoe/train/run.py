@@ -401,7 +401,8 @@ def _sample(trainer: Trainer) -> str:
     settings = trainer.recipe.train
     lora = trainer.recipe.lora
     # Autocast multiplies matrices in bf16 by what comes of embeddings in fp32.
-    with trainer.autocast() if lora is not None and lora.base_dtype == "bfloat16" else contextlib.nullcontext():
+    is_mixed = lora is not None and lora.storage == "dense" and lora.base_dtype == "bfloat16"
+    with trainer.autocast() if is_mixed else contextlib.nullcontext():
         return continue_text(
             trainer.model,
             trainer.data.tokenizer,

@@ -13,6 +13,7 @@ from torch import nn
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.data.chat_template import PLAIN
 from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder
+from tilemoe.integrations.hf_folder import dtype_of
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora
@@ -68,6 +69,14 @@ def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
+def merged_dtype(recipe: Recipe) -> torch.dtype:
+    """Of weights with adapters merged into them: the base's, or fp32 where it is not known, or not all are in bf16."""
+    if isinstance(recipe.model, HFBase):
+        return dtype_of(recipe.model)
+    is_narrow = recipe.lora is not None and recipe.lora.base_dtype == "bfloat16"
+    return torch.bfloat16 if is_narrow else torch.float32
+
+
 def make_decoder(
     recipe: Recipe,
     *,
@@ -97,9 +106,11 @@ def make_decoder(
     return model.to_empty(device=device)
 
 
-def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HFDecoder:
+def make_adapted(
+    recipe: Recipe, device: torch.device, home: torch.device, frozen: torch.dtype | None = None
+) -> HFDecoder:
     """The recipe's base of transformers' own class with its adapters, to compute on ``device``; it lies on ``home``, on
-    the meta device without being read.
+    the meta device without being read. ``frozen``: its dtype, not that of a run.
 
     ValueError: it is none that is served.
     """
@@ -108,7 +119,7 @@ def make_adapted(recipe: Recipe, device: torch.device, home: torch.device) -> HF
     assert lora is not None, "`Recipe.require_trainable` asked"
     settings: dict[str, Any] = {"rank": lora.rank, "attention_rank": lora.attention_rank, "alpha": lora.alpha}
     settings |= {"modules": lora.modules, "storage": lora.storage, "linear": lora.linear}
-    settings["dtype"] = frozen_dtype(recipe, device)
+    settings["dtype"] = frozen or frozen_dtype(recipe, device)
     generator = torch.Generator().manual_seed(recipe.train.seed)
     decoder = load_decoder(base, **settings, device=device, home=home, generator=generator)
     if home.type == "meta":
@@ -213,7 +224,7 @@ def autocast_of(model: nn.Module) -> AbstractContextManager[object]:
 def restore(path: Path, device_name: str, precision: str | None = None) -> Restored:
     """The model and the tokenizer of a run's newest checkpoint, or of one step's folder.
 
-    ``precision``: "fp32" for weights in it; else what is frozen is in the dtype of the run, as `frozen_dtype`.
+    ``precision``: of frozen weights: "fp32", "merged" as `merged_dtype`; else the run's, as `frozen_dtype`.
     CheckpointError: there is none, or it is damaged.
     """
     return read_newest(path, lambda: _restore(path, device_name, precision))
@@ -226,10 +237,10 @@ def _restore(path: Path, device_name: str, precision: str | None) -> Restored:
     model: DecoderLM | HFDecoder
     if isinstance(recipe.model, HFBase):
         recipe.model.require_unchanged()
-        model = make_adapted(recipe, device, device)
+        model = make_adapted(recipe, device, device, merged_dtype(recipe) if precision == "merged" else None)
     else:
-        frozen = torch.float32 if precision == "fp32" else frozen_dtype(recipe, device)
-        model = make_decoder(recipe, device=device, frozen=frozen)
+        of_run = merged_dtype(recipe) if precision == "merged" else frozen_dtype(recipe, device)
+        model = make_decoder(recipe, device=device, frozen=torch.float32 if precision == "fp32" else of_run)
     checkpoint.load_model(model)
     model.eval()
     tokenizer = load_tokenizer(checkpoint.tokenizer_spec)
