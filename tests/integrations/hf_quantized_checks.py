@@ -1,5 +1,6 @@
 """What the processes of a job check of transformers' experts in 4 bit that they share, with PEFT's adapters."""
 
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from hf_models import VOCAB
 from test_hf_quantized import adapted, wide
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -100,6 +103,24 @@ def check_fsdp_of_transposed_weights() -> None:
     _check_fsdp("gpt_oss", "mxfp4")
 
 
+def check_sharded_checkpoint() -> None:
+    """What accelerate's SHARDED_STATE_DICT writes of FSDP2's shards, another model reads to the bit."""
+    for storage, family in (("nf4_double", "qwen3_moe"), ("mxfp4", "gpt_oss")):
+        model, other = model_of(family, storage), model_of(family, storage)
+        shards, read = (shard(each, MixedPrecisionPolicy()) for each in (model, other))
+        for tensor in (tensor for each in read for tensor in each.to_local().tensors()):
+            tensor.zero_()
+        with TemporaryDirectory() as folder:
+            dist.broadcast_object_list(folders := [folder], 0)
+            checkpoint.save(get_model_state_dict(model), checkpoint_id=folders[0])
+            state = get_model_state_dict(other)
+            checkpoint.load(state, checkpoint_id=folders[0])
+            dist.barrier()
+        set_model_state_dict(other, state)
+        for one, another in zip(shards, read, strict=True):
+            assert_equal(one.to_local().tensors(), another.to_local().tensors())
+
+
 def check_expert_parallel() -> None:
     """Each process has its own experts' bits, and the adapters' gradients are one process' of all sequences."""
     ids = torch.randint(3, VOCAB, (2 * dist.get_world_size(), 9), generator=torch.Generator().manual_seed(0))
@@ -136,4 +157,5 @@ CHECKS = [
     check_fsdp,
     check_fsdp_of_transposed_weights,
     check_mixed_precision_casts_no_scale,
+    check_sharded_checkpoint,
 ]

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.utils.modeling import id_tensor_storage
 from helpers import LargestTensor, assert_near, raises_one_line, redraw
 from hf_models import COMMON, FAMILIES, Family, T, experts, routing, step, tokens
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import save_file
 from test_hf_gates import REFUSED, every_class
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
@@ -227,13 +230,33 @@ def test_casts_copies_and_kbit_training_leave_the_bits() -> None:
         assert_equal([t for weight in weights for t in weight.tensors()], bits)
     plain = sum(p.nbytes for p in model.parameters() if not isinstance(p, FrozenWeight))
     assert model.get_memory_footprint(return_buffers=False) == plain + sum(t.nbytes for t in bits)
-    with pytest.raises(ValueError, match="pass safe_serialization=False, or save adapters"):
-        id_tensor_storage(weights[0])
+    for refused in (id_tensor_storage, lambda weight: save_file({"weight": weight}, "unwritten")):
+        with pytest.raises(ValueError, match="pass safe_serialization=False, or call save_pretrained"):
+            refused(weights[0])
     peft = adapted(model)
     want = step(peft)[0]
     model.bfloat16()
     assert {weight.dtype for _, _, weight in quantized_weights(model)} == {torch.bfloat16}
     torch.testing.assert_close(step(peft)[0].float(), want, rtol=2e-2, atol=0)
+
+
+def test_it_is_shared_emptied_offloaded_and_staged_as_a_plain_model(tmp_path: Path) -> None:
+    model = wide("olmoe")
+    quantize_experts(model, "nf4_double")
+    shared = copy.deepcopy(model).share_memory()
+    assert all(weight.is_shared() and not weight.is_pinned() for weight in shared.parameters())
+    empty = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    state = empty.state_dict()
+    checkpoint.async_save(model.state_dict(), checkpoint_id=tmp_path, no_dist=True).result()
+    checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    for each in (shared, empty):
+        pairs = list(zip(quantized_weights(each), quantized_weights(model), strict=True))
+        assert len(pairs) == 4
+        for (_, _, found), (_, _, want) in pairs:
+            assert_equal(found.tensors(), want.tensors())
+    with torch.no_grad():
+        logits = model(input_ids=tokens()).logits
+        assert_equal(cpu_offload(copy.deepcopy(model), execution_device="cpu")(input_ids=tokens()).logits, logits)
 
 
 def test_what_would_need_plain_weights_says_so() -> None:

@@ -11,6 +11,7 @@ is ever made whole.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -52,8 +53,15 @@ class FrozenWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[FrozenWeight], stored: Weight, dtype: torch.dtype, added: LowRank | None = None
+        cls: type[FrozenWeight],
+        stored: Weight | FrozenWeight,
+        dtype: torch.dtype | None = None,
+        added: LowRank | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> FrozenWeight:
+        if isinstance(stored, FrozenWeight):  # as accelerate makes a parameter again of what it had offloaded
+            return nn.Parameter(stored, requires_grad)  # type: ignore[return-value]
         device = (stored if isinstance(stored, Tensor) else stored.codes).device
         made: FrozenWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=device)
         made.stored, made.added = stored, added
@@ -133,8 +141,13 @@ class FrozenWeight(Tensor):
             return args[0].dense().numpy()
         if func is Tensor.element_size:  # a fraction of a byte, by which transformers tells what a model takes
             return sum(tensor.nbytes for tensor in args[0].tensors()) / args[0].numel()
-        if func in (Tensor.untyped_storage, Tensor.storage):  # accelerate's save_state, for safetensors
-            raise ValueError("safetensors holds no weight in 4 bit; pass safe_serialization=False, or save adapters")
+        if func in (Tensor.untyped_storage, Tensor.storage):
+            return _NoStorage()
+        if func is Tensor.share_memory_:  # of a memory that it has not, where torch would crash
+            args[0].mapped(Tensor.share_memory_)
+            return args[0]
+        if func is Tensor.is_shared:
+            return all(tensor.is_shared() for tensor in args[0].tensors())
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
@@ -147,18 +160,35 @@ class FrozenWeight(Tensor):
         if isinstance(weight, FrozenWeight):
             if func in (aten.detach.default, aten.alias.default) or func.name() in _WAITS:
                 return weight.mapped(Tensor.detach)
-            if func is aten.clone.default:
-                return weight.mapped(Tensor.clone)
+            if func in (aten.clone.default, aten._pin_memory.default):
+                return weight.mapped(func)
             if func is aten._to_copy.default:
                 return weight.mapped(lambda t: t.to(kwargs.get("device"), copy=True), kwargs.get("dtype"))
+            if func in _LIKE and args[1:] in ((), (list(weight.shape),)):
+                return weight.mapped(lambda t: torch.zeros_like(t, device=kwargs.get("device")), kwargs.get("dtype"))
+            if func is aten.is_pinned.default:
+                return all(tensor.is_pinned() for tensor in weight.tensors())
             if func is aten.set_.source_Tensor and args[1] is weight:
                 return weight  # what torch.nn.utils.parametrize does to register a parametrisation
             if func in _SHARDING:
                 return _SHARDING[func](weight, *args[1:])
-        raise ValueError(f"{func} has an expert weight in 4 bit for an argument; {_INSTEAD}")
+        instead = "save and load SHARDED_STATE_DICT" if func.namespace == "c10d" else _INSTEAD
+        raise ValueError(f"{func} has an expert weight in 4 bit for an argument; {instead}")
 
 
-def _experts(weight: FrozenWeight, dim: int, start: int, stop: int) -> FrozenWeight:
+class _NoStorage:
+    """Whose size torch.distributed.checkpoint compares before it clones; what safetensors asks for is a ValueError."""
+
+    def size(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("safetensors holds no weight in 4 bit; pass safe_serialization=False, or call save_pretrained")
+
+
+def _experts(weight: FrozenWeight, dim: int = 0, start: int = 0, stop: int = sys.maxsize) -> FrozenWeight:
+    if dim != 0 and start == 0 and stop >= weight.shape[dim]:  # as checkpoints take a whole shard
+        return weight.mapped(Tensor.detach)
     if dim != 0:
         raise ValueError("experts in 4 bit are shared whole: take a number of processes that divides theirs")
     return weight.mapped(lambda t: t[start:stop])
@@ -190,6 +220,8 @@ def _gathered(weight: FrozenWeight, *args: Any) -> FrozenWeight:
     return weight.mapped(lambda t: whole(t) if t.is_contiguous() else whole(t.mT).mT)
 
 
+# Of a weight of the same shape, whose values are given later.
+_LIKE = (torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_empty.default)
 _C10D = torch.ops._c10d_functional
 # Of what has been gathered, for which `_gathered` waits; not every release of PyTorch has the second.
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
