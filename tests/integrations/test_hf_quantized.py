@@ -189,7 +189,7 @@ def test_adapters_become_of_a_rank_and_a_scale_that_kernels_take() -> None:
         {"target_parameters": EXPERTS[:1]},
         {"target_parameters": EXPERTS[1:]},
         {"rank_pattern": {"experts.down_proj": 5}, "alpha_pattern": {"experts.gate_up_proj": 7}},
-        {"use_rslora": True},
+        {"use_rslora": True, "init_lora_weights": "gaussian", "modules_to_save": ["lm_head"]},
         {"target_modules": ["q_proj"], "target_parameters": None},
     ],
 )
