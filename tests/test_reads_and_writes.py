@@ -57,6 +57,10 @@ BY_NAME = {
     "train/config.py": {"load_recipe"},
     "train/progress.py": {"_age"},
 }
+# Modules that parse JSON which no file holds that a user edits: messages between processes, records, rows of a corpus,
+# of which the last of two names counts as in other readers.
+OWN_JSON = {"bench/record.py", "checks.py", "cli/doctor_checks.py", "data/bounded.py", "data/text_files.py"}
+OWN_JSON |= {"train/job/agreement.py", "train/job/watch.py"}
 # Whoever runs it says where its figures and records go.
 ASKED_FOR = ("bench/", "plots.py")
 WRITERS = {"write_text", "write_bytes", "touch", "save_file", "save_model", "savefig"}
@@ -110,6 +114,13 @@ def renderers(tree: ast.AST) -> list[str]:
     return found
 
 
+def parses(tree: ast.AST) -> bool:
+    """Whether a module parses JSON by itself, not by `tilemoe.checks.parse_json`."""
+    return any(
+        isinstance(node, ast.Attribute) and dotted(node) in ("json.loads", "json.load") for node, _ in nodes(tree)
+    )
+
+
 def openers(tree: ast.AST) -> list[tuple[str, str]]:
     """The functions of a module that read a file by its name alone, and how: it may be a pipe, or endless."""
     found = []
@@ -146,6 +157,7 @@ def test_every_module_keeps_the_rules() -> None:
     for module in MODULES:
         tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
         assert readers(tree) == ADMITS.get(module, []), f"{module} reads a pickle, or runs text"
+        assert parses(tree) == (module in OWN_JSON), f"{module} parses JSON in which a name may be there twice"
         assert bool(renderers(tree)) == (module == BOUNDED), f"{module} applies a template without bounds"
         assert {function for function, _ in openers(tree)} == BY_NAME.get(module, set()), f"{module} opens by a name"
         if not module.startswith(ASKED_FOR):
@@ -160,6 +172,7 @@ def test_the_walk_sees_them() -> None:
     assert not readers(
         ast.parse("import pickletools, torch\nmodel.eval()\ntorch.compile(f)\nre.compile(t)\njson.load(f)")
     )
+    assert parses(ast.parse("json.loads(t)"))
     for line in ("from jinja2 import Template", "tokenizer.apply_chat_template(m)"):
         assert renderers(ast.parse(line)), line
     for line in ("open(p, 'rb')", "p.open('rb')", "p.open()", "p.read_text()", "(a / b).read_bytes()"):

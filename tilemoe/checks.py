@@ -5,8 +5,10 @@ Standard library only.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -31,6 +33,24 @@ def told(error: BaseException) -> str:
     """An error's message on one line, in which no name that a file gives steers the terminal; without one its type."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def parse_json(text: str | bytes, of_table: Callable[[dict[str, Any]], Any] = dict) -> Any:
+    """What JSON ``text`` says, each table as ``of_table`` makes it. ValueError: it is no JSON, or a table has a name
+    twice, of which one reader would take the first and another the last.
+    """
+
+    def table(pairs: list[tuple[str, Any]]) -> Any:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"{shown(name)} is there twice")
+        return of_table(found)
+
+    try:
+        return json.loads(text, object_pairs_hook=table)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

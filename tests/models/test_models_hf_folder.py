@@ -144,6 +144,16 @@ def test_a_file_of_endless_size_is_not_read(shards: Path, name: str, monkeypatch
         READERS[name](shards)
 
 
+@pytest.mark.parametrize("name", [name for name in READERS if ".json" in name and name != "tokenizer.json"])
+def test_a_name_twice_in_a_table_is_said(shards: Path, name: str) -> None:
+    """Of which a reader takes the first and another the last; tokenizer.json is tokenizers'."""
+    load_tokenizer("bytes").save(shards / "tokenizer.json")
+    whole = (shards / name).read_text() if (shards / name).exists() else '{"kind": "eval", "step": 1}\n'
+    (shards / name).write_text(whole.replace("{", '{"a\\n": {"b": 1}, "a\\n": 2, ', 1))
+    with raises_one_line(rf"{name}.*'a\\n' is there twice"):
+        READERS[name](shards)
+
+
 def test_weights_are_not_read_through_a_link_out_of_the_folder(shards: Path) -> None:
     expected = load_hf(shards).state_dict()
     file = sorted(shards.glob("*.safetensors"))[0]

@@ -37,6 +37,9 @@ def test_a_recipe_survives_json(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(to_dict(recipe)))
     assert load_recipe(path) == recipe
+    path.write_text(json.dumps(to_dict(recipe)).replace('"train": {', '"train": {"steps": 1, '))
+    with raises_one_line(r"mine\.json: cannot be read \('steps' is there twice\); correct the file"):
+        load_recipe(path)
 
 
 def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:

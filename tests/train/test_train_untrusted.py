@@ -270,6 +270,14 @@ def test_counts_of_the_state_are_counts(checkpoint: Path, name: str) -> None:
             open_checkpoint(checkpoint)
 
 
+def test_a_state_that_says_something_twice_is_named(checkpoint: Path) -> None:
+    text = (checkpoint / "state.json").read_text()
+    (checkpoint / "state.json").write_text(text.replace('"step":3', '"step":3,"step":4'))
+    sign(checkpoint)
+    with raises_one_line(r"is damaged: state\.json cannot be read \('step' is there twice\)", CheckpointError):
+        open_checkpoint(checkpoint)
+
+
 def test_a_chunk_twice_or_in_the_place_of_another_is_refused(sharded: Path, told: dict[str, Any]) -> None:
     norm, other = told["model.norm.weight"], told["model.blocks.0.attention_norm.weight"]
     for chunks, message in (

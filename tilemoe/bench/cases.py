@@ -5,11 +5,10 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import MappingProxyType
 
-from tilemoe.checks import expand_user, require_int
+from tilemoe.checks import expand_user, parse_json, require_int
 from tilemoe.config import from_dict
 from tilemoe.files import read_text
 from tilemoe.shape import MoEShape
@@ -65,8 +64,8 @@ def find(names: str) -> dict[str, MoEShape]:
 
 def _read(path: Path) -> dict[str, MoEShape]:
     try:
-        data = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a file of cases") from error
     if not isinstance(data, dict) or not data:
         raise ValueError(f"{path}: expected a table of cases, each with its sizes")

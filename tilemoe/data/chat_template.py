@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilemoe.checks import parse_json
 from tilemoe.files import read_text
 
 TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -41,7 +41,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     path, fields = folder / TOKENIZER_CONFIG_FILE, {}
     try:
         if path.exists():
-            fields = json.loads(read_text(path))
+            fields = parse_json(read_text(path))
         source = fields.get("chat_template")
         if (folder / TEMPLATE_FILE).exists():
             path = folder / TEMPLATE_FILE
@@ -56,7 +56,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
         for text in (source, *texts.values()):
             str(text).encode()  # half of a surrogate pair is in no text that can be tokens
-    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
     return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.checks import parse_json
 from tilemoe.data.corpus import Split
 from tilemoe.files import open_regular, read_text, sha256_file
 
@@ -175,10 +176,10 @@ def write_index(directory: Path, fields: Mapping[str, Any]) -> None:
 def read_index(directory: Path) -> dict[str, Any]:
     """The fields of index.json; ValueError if it is missing, damaged or of another version."""
     try:
-        content = json.loads(read_text(directory / INDEX))
+        content = parse_json(read_text(directory / INDEX))
     except OSError as error:
         raise _bad_index(directory, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _bad_index(directory, "not JSON") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise _bad_index(directory, "not an index of token shards")

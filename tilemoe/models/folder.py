@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilemoe.checks import expand_user, told
+from tilemoe.checks import expand_user, parse_json, told
 from tilemoe.config import ModelConfig
 from tilemoe.files import read_text
 from tilemoe.models.flops import count_parameters
@@ -64,8 +63,8 @@ def read_config(folder: Path) -> ModelConfig:
 def read_settings(path: Path, folder: str = "a folder with a model in it") -> Any:
     """The contents of a config.json; ValueError, which asks for ``folder``, if it cannot be read."""
     try:
-        return json.loads(read_text(path), object_hook=_float_or_dict)
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(read_text(path), _float_or_dict)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give {folder}") from error
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tilemoe.checks import require_path
+from tilemoe.checks import parse_json, require_path
 from tilemoe.config import ModelConfig
 from tilemoe.files import read_text, staged_folder
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
@@ -286,8 +286,8 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     """The tensors of each file, by names. ValueError: the index is damaged, or a name leads out of its folder."""
     fix = "download or export the model again"
     try:
-        listed = json.loads(read_text(path))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        listed = parse_json(read_text(path))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {fix}") from error
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must be a table of tensors and files; {fix}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tilemoe.checks import parse_json
 from tilemoe.files import read_bytes, sha256_file
 
 SUMS_FILE = "checksums.json"  # the manifest of an export
@@ -58,10 +59,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise Damage(f"{path.name} is missing")
     raw = read_bytes(path, _LARGEST_MANIFEST)
     try:
-        manifest: dict[str, Any] = json.loads(raw)
+        manifest: dict[str, Any] = parse_json(raw)
         content = {name: value for name, value in manifest.items() if name != "sha256"}
         intact = canonical(manifest) == raw and _digest(content) == manifest["sha256"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
         raise Damage(f"{path.name} does not match its checksum")

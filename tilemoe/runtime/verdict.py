@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tilemoe.checks import parse_json
 from tilemoe.files import default_cache_dir, only_one_process, read_text, write_atomic
 
 _REAP_SECONDS = 10.0  # for a killed process to end: one that waits for a GPU that hangs may take long
@@ -77,7 +78,7 @@ def _kept(path: Path) -> Verdict | None:
 
 def _verdict(text: str) -> Verdict:
     """ValueError, KeyError or TypeError: the text is no verdict's JSON."""
-    fields = json.loads(text)
+    fields = parse_json(text)
     why, is_kept = fields["why"], fields["is_kept"]
     if not isinstance(why, str | None) or not isinstance(is_kept, bool):
         raise TypeError("a verdict is a line or null, and whether it is kept")

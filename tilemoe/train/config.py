@@ -6,7 +6,6 @@ with the package live in ``tilemoe/recipes``.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import expand_user, require_fields, require_int, require_text
+from tilemoe.checks import expand_user, parse_json, require_fields, require_int, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 from tilemoe.files import default_cache_dir, read_bytes
 from tilemoe.models.flops import flops_per_token
@@ -375,9 +374,9 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 def parse_recipe(text: str | bytes, where: str) -> Recipe:
     """A recipe from JSON text (bytes: UTF-8); ``where`` names its origin in error messages."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error}); correct the file") from error
+        data = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: cannot be read ({error}); correct the file") from error
     try:
         recipe: Recipe = from_dict(Recipe, data)
     except ValueError as error:

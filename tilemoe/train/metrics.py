@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tilemoe.checks import parse_json
 from tilemoe.files import never_a_link, open_regular
 from tilemoe.train.trackers import Tracker
 
@@ -48,9 +49,9 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                     raise ValueError(f"{where} is not a record of a run; {fix}")
                 return
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON ({error}); {fix}") from error
+                record = parse_json(line)
+            except ValueError as error:
+                raise ValueError(f"{where} cannot be read ({error}); {fix}") from error
             if not isinstance(record, dict) or "kind" not in record or not isinstance(record.get("step"), int):
                 raise ValueError(f"{where} is not a record of a run; {fix}")
             end += len(line)

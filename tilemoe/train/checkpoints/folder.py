@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from tilemoe.checks import told
+from tilemoe.checks import parse_json, told
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.tokenizer import BYTES, Tokenizer
@@ -321,9 +321,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"checkpoint {path} is not to be trusted: {unlisted[0]} is not listed in {MANIFEST_FILE}; remove that file"
         )
     try:
-        data = json.loads(read_text(path / STATE_FILE))
-    except (ValueError, RecursionError):
-        raise _damaged(path, f"{STATE_FILE} is not JSON") from None
+        data = parse_json(read_text(path / STATE_FILE))
+    except ValueError as error:
+        raise _damaged(path, f"{STATE_FILE} cannot be read ({told(error)})") from None
     _require_state(path, data)
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")

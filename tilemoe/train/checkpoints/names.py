@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from tilemoe.checks import parse_json
 from tilemoe.files import read_text
 from tilemoe.train.config import Recipe, parse_recipe
 
@@ -61,8 +62,8 @@ def read_recipe(folder: Path) -> Recipe:
 def _read_recipe(folder: Path) -> Recipe:
     path = [folder, *list_checkpoints(folder)][-1] / STATE_FILE
     try:
-        recipe = json.loads(read_text(path))["recipe"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        recipe = parse_json(read_text(path))["recipe"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder}: no model can be read from it; give a run, a step_* folder, or transformers' folder"
         ) from error
