@@ -151,19 +151,21 @@ def _choose(
     run_dir = recipe.train.out_path
 
     from tilemoe.train.checkpoints.folder import find_latest
+    from tilemoe.train.checkpoints.names import read_newest
     from tilemoe.train.run import require_fresh
 
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    return recipe, find_latest(run_dir)
+    return recipe, read_newest(run_dir, lambda: find_latest(run_dir))
 
 
 def _resume_from(path: Path, name: str | None, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
     from tilemoe.train.checkpoints.folder import resolve_checkpoint
+    from tilemoe.train.checkpoints.names import read_newest
 
-    checkpoint = resolve_checkpoint(path)
+    checkpoint = read_newest(path, lambda: resolve_checkpoint(path))
     run_dir = str(checkpoint.path.parent)
     base = checkpoint.state.recipe if name is None else load_recipe(name)
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)

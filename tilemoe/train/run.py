@@ -153,6 +153,9 @@ def train(
     if isinstance(recipe.model, HFBase):
         recipe.model.require_there()
     require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
+    if job.is_first and run_dir.is_dir():  # said before a corpus is read
+        with _owned(run_dir):
+            pass
     device = select_device(recipe.train.device, job)
     choose_experts(device, torch.bfloat16)  # a self-test of kernels, where one is due, before this process takes memory
     if recipe.train.threads:
@@ -267,7 +270,11 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
     reporter.say(f"data: {recipe.data.named}, tokenizer {recipe.data.tokenizer}")
     # The checkpoint's copy: the file that the recipe names may be gone.
     tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
-    data = prepare_data(recipe.data, tokenizer, cache_dir)
+    try:
+        data = prepare_data(recipe.data, tokenizer, cache_dir)
+    except (ValueError, OSError):
+        _require_there(checkpoint)
+        raise
     tokens = f"{data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens"
     reporter.say(f"data: {tokens}, {data.files}")
     for note in data.notes:
@@ -302,6 +309,15 @@ def settings_of_process(
     }
 
 
+def _require_there(checkpoint: Checkpoint | None) -> None:
+    """ValueError: it was verified before this process owned the folder, and another one has dropped it."""
+    if checkpoint is not None and not checkpoint.path.exists():
+        raise ValueError(
+            f"train.out_dir {checkpoint.path.parent}: another process has trained in it and dropped "
+            f"{checkpoint.path.name} meanwhile; when that has ended, run the same command again"
+        )
+
+
 @contextlib.contextmanager
 def _owned(run_dir: Path) -> Iterator[None]:
     """The run's folder, made if need be, for this process alone; what cannot be written there is a ValueError."""
@@ -326,14 +342,10 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
     """Bring the run's folder and the trainer to the point where training goes on."""
     if checkpoint is None and list_checkpoints(run_dir):
         raise ValueError(
-            f"train.out_dir {run_dir} holds checkpoints of a run; add --resume to go on in it, or choose another "
-            "--train.out-dir"
+            f"train.out_dir {run_dir} holds checkpoints of a run, which may have begun meanwhile; run the command with "
+            "--resume to go on in it, or choose another --train.out-dir"
         )
-    if checkpoint is not None and not checkpoint.path.exists():  # it was verified before this process owned the folder
-        raise ValueError(
-            f"train.out_dir {run_dir}: another process has trained in it and dropped {checkpoint.path.name} meanwhile; "
-            "run the same command again"
-        )
+    _require_there(checkpoint)
     require_own(trainer.recipe, 0 if checkpoint is None else checkpoint.state.step)
     if checkpoint is not None:
         trainer.load(checkpoint)

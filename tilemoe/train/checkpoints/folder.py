@@ -49,7 +49,7 @@ from tilemoe.models.sums import (
 )
 from tilemoe.train.checkpoints.leftovers import aside_of, delete_files, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
-from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
+from tilemoe.train.checkpoints.names import GONE, STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
 from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import (
     is_shared,
@@ -276,8 +276,7 @@ class Checkpoint:
         if isinstance(self.state.recipe.model, HFBase):  # of which its files hold the adapters alone
             return
         with self.readable():
-            size = sum((self.path / name).stat().st_size for name in self.files)
-            require_bytes(self.state.recipe.model, size, STATE_FILE)
+            require_bytes(self.state.recipe.model, sum(entry["bytes"] for entry in self.files.values()), STATE_FILE)
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
@@ -379,7 +378,7 @@ def _is_intact(path: Path) -> bool:
 def _damaged(path: Path, what: str) -> CheckpointError:
     """Never silently an older checkpoint, but the message names the newest good one."""
     if not path.exists():
-        return CheckpointError(f"checkpoint {path} is gone, as where a training drops its older ones; give a newer one")
+        return CheckpointError(f"checkpoint {path} {GONE}")
     candidates = list_checkpoints(path.parent)
     before = candidates[: candidates.index(path)] if path in candidates else []
     older = next((candidate for candidate in reversed(before) if _is_intact(candidate)), None)

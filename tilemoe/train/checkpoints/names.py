@@ -14,6 +14,7 @@ from tilemoe.train.config import Recipe, parse_recipe
 
 Made = TypeVar("Made")
 STATE_FILE = "state.json"
+GONE = "is gone, as where a training drops its older ones; give a newer one, or try again when that has ended"
 _TRIES = 3  # to read a run whose checkpoints come and go
 _STEP_DIR = re.compile(r"step_([0-9]{8,})")
 
@@ -33,22 +34,28 @@ def is_step_dir(path: Path) -> bool:
 
 def list_checkpoints(run_dir: Path, after: int = -1) -> list[Path]:
     """The run's checkpoint folders of steps after ``after``, oldest first, judged by name alone."""
-    if not run_dir.is_dir():
+    try:
+        found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _STEP_DIR.fullmatch(path.name))]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _STEP_DIR.fullmatch(path.name))]
     return [path for step, path in sorted(found) if step > after]
 
 
 def read_newest(folder: Path, read: Callable[[], Made]) -> Made:
-    """``read()``, which reads ``folder``'s newest checkpoint; anew where a training has dropped that one meanwhile."""
-    for _ in range(_TRIES - 1):
+    """``read()``, which reads ``folder``'s newest checkpoint; anew where a training has dropped that one meanwhile.
+
+    ValueError: as ``read``, or it is gone, or each of a few was dropped.
+    """
+    was_there = folder.exists()
+    for _ in range(_TRIES):
         there = list_checkpoints(folder)
         try:
             return read()
-        except (ValueError, OSError):
-            if list_checkpoints(folder) == there:
+        except (ValueError, OSError) as error:
+            if list_checkpoints(folder) == there and (folder.exists() or not was_there):
                 raise
-    return read()
+            failure = error
+    raise ValueError(f"checkpoint {there[-1] if there else folder} {GONE}") from failure
 
 
 def read_recipe(folder: Path) -> Recipe:
