@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,24 @@ def test_a_resumed_step_keeps_its_sequences(run: Run, taken: list[Recipe], finis
     assert [each.sequences_per_step for each in taken] == [2]
 
 
+@pytest.mark.parametrize("name", ["tiny", "smoke", "single-gpu"])
+def test_the_plan_says_what_auto_takes(run: Run, fails: Fails, taken: list[Recipe], name: str, tmp_path: Path) -> None:
+    """With the options that it says, and only with them."""
+    _, text, _ = run("plan", "--train", "--recipe", name, "--gpu", "h100", "--gpus", 4, "--json")
+    plan = json.loads(text)["train"]
+    auto, *options = (f"--{option}".split() for option in plan["taken_by"].removeprefix("--").split(" --"))
+    start = ("train", "--recipe", name, "--train.out-dir", tmp_path / "run", *auto)
+    assert run(*start, *chain(*options))[0] == 0
+    settings = plan["proposals"][0]["settings"]
+    assert (taken[0].data.batch_size, taken[0].train.accumulation) == (
+        settings["data.batch_size"],
+        settings["train.accumulation"],
+    )
+    for lacking in options:
+        others = chain(*(option for option in options if option != lacking))
+        assert " ".join(lacking) in fails(*start, *others)
+
+
 def test_the_plan_of_a_preset_for_a_stated_step(run: Run, fails: Fails) -> None:
     ask = ("plan", "--train", "--preset", "olmoe", "--gpus", 8)
     status, text, _ = run(*ask, "--global-batch", 64, "--gpu", "rtx-4090")
@@ -112,10 +131,11 @@ def test_copies_of_the_model_are_planned_one_by_one() -> None:
 def test_what_cannot_be_proposed_is_one_line(fails: Fails, tmp_path: Path) -> None:
     with raises_one_line("not even one sequence of 4096 tokens fits in 80 GB of a H100; take more GPUs"):
         proposal_for(RECIPE, H100, 1, 24)
-    with raises_one_line("data.batch_size auto plans bf16 training of all weights; give a number for adapters"):
+    with raises_one_line("data.batch_size auto plans training of all weights; give a number for adapters"):
         proposal_for(replace(RECIPE, lora=LoRAConfig(modules=("attention",))), H100, 4, 24)
-    for change in ({"train": replace(RECIPE.train, compile="none")}, {"parallel": ParallelConfig(param_dtype=None)}):
-        with raises_one_line("data.batch_size auto plans compiled blocks, gathered in bf16; add --train.compile"):
-            proposal_for(replace(RECIPE, **change), H100, 4, 24)
+    change = {"train": replace(RECIPE.train, compile="none"), "parallel": ParallelConfig(param_dtype=None)}
+    options = "--train.compile blocks --parallel.param-dtype bfloat16"
+    with raises_one_line(f"data.batch_size auto plans compiled blocks in bf16; add {options}, or a number"):
+        proposal_for(replace(RECIPE, **change), H100, 4, 24)
     start = ("train", "--recipe", "tiny", "--train.device", "cpu", "--train.out-dir", tmp_path / "run")
     assert "auto is planned for GPUs; give a number" in fails(*start, "--data.batch-size", "auto")

@@ -63,14 +63,10 @@ def proposal_for(
     ValueError: no settings fit, or the memory of such a run is not predicted.
     """
     model, parallel = recipe.model, recipe.parallel
-    if isinstance(model, HFBase) or recipe.lora is not None or recipe.train.precision != "bf16":
-        raise ValueError("data.batch_size auto plans bf16 training of all weights; give a number for adapters or fp32")
-    is_wider = processes > 1 and parallel.param_dtype != "bfloat16"
-    if recipe.train.compile != "blocks" or is_wider:  # which take memory that is not planned
-        raise ValueError(
-            "data.batch_size auto plans compiled blocks, gathered in bf16; add --train.compile blocks and "
-            "--parallel.param-dtype bfloat16, or give a number"
-        )
+    if isinstance(model, HFBase) or recipe.lora is not None:
+        raise ValueError("data.batch_size auto plans training of all weights; give a number for adapters")
+    if lacking := options_lacking(recipe, processes):
+        raise ValueError(f"data.batch_size auto plans compiled blocks in bf16; add {' '.join(lacking)}, or a number")
     is_held = parallel.shard != 0 or not {_SHARED, _SHARD}.isdisjoint(given)
     sizes = (parallel if is_held else replace(parallel, shard=0, expert=1)).for_job(processes, model)
     gpus = sizes.shard * sizes.expert  # of a copy of the model
@@ -88,6 +84,17 @@ def proposal_for(
             f"GB of a {gpu.name}; take more GPUs (tilemoe plan --train says how many), or lower data.seq_len"
         )
     return found
+
+
+def options_lacking(recipe: Recipe, processes: int) -> list[str]:
+    """Those that a run lacks to take the memory and the time that are planned."""
+    is_narrow = processes == 1 or recipe.parallel.param_dtype == "bfloat16"
+    is_as_planned = {
+        "--train.precision bf16": recipe.train.precision == "bf16",
+        "--train.compile blocks": recipe.train.compile == "blocks",
+        "--parallel.param-dtype bfloat16": is_narrow,
+    }
+    return [option for option, is_so in is_as_planned.items() if not is_so]
 
 
 def proposed(recipe: Recipe, proposal: Proposal, given: Collection[str] = frozenset()) -> Recipe:

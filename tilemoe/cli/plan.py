@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tilemoe import plots
 from tilemoe.checks import expand_user, shown, spelled
-from tilemoe.cli.batch import sequences_of
+from tilemoe.cli.batch import options_lacking, sequences_of
 from tilemoe.cli.parsing import parse
 from tilemoe.cli.plan_tables import adapter_lines, exchange_lines, layer_lines, other_lines, training_lines
 from tilemoe.config import CHECKPOINTING_MODES, MoEConfig, RouterConfig, Save, require_save
@@ -261,11 +261,16 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
 
 
 def _proposed(global_batch: int | None, recipe: Recipe | None, setup: Setup, choices: Choices) -> dict[str, Any]:
-    """Settings for a step that is stated; otherwise nothing. ValueError: its sequences are not divided evenly."""
+    """Settings for a step that is stated, but of adapters, and the options that take them; otherwise nothing.
+
+    ValueError: its sequences are not divided evenly.
+    """
     if global_batch is not None:
         sequences = sequences_of(global_batch, setup.gpus)
-    elif recipe is not None:
+    elif recipe is not None and recipe.lora is None:
         sequences = recipe.sequences_per_step
     else:
         return {}
-    return {"sequences": sequences, "proposals": proposal_rows(setup, sequences, choices)}
+    lacking = [] if recipe is None else options_lacking(recipe, setup.gpus)
+    taken_by = " ".join(("--data.batch-size auto", *lacking))
+    return {"sequences": sequences, "taken_by": taken_by, "proposals": proposal_rows(setup, sequences, choices)}

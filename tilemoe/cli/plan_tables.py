@@ -178,7 +178,7 @@ def _proposal_lines(train: Mapping[str, Any]) -> list[str]:
     )
     lines = [
         "",
-        f"{where}: the first line, which --data.batch-size auto takes;",
+        f"{where}: the first line, which {train['taken_by']} takes;",
         "then with more or less recomputed, and on such GPUs with other memory; EP: GPUs that share the experts",
         "".join(f"{name:>{width}}" for name, width in zip(head, (8, 12, 16, 23, 4, 10, 10, 19), strict=True)),
     ]
