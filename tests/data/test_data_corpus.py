@@ -1,6 +1,7 @@
 """Corpora: what is read, in which order, which text is held out, and what a mistake says."""
 
 import gzip
+import inspect
 import json
 import os
 import random
@@ -312,3 +313,17 @@ def test_pipes_and_links_that_lead_to_no_file_are_skipped_by_name(tmp_path: Path
     assert (list(corpus.documents()), corpus.files) == (["read"], ("a.txt",))
     for name in ("pipe.txt", "gone.txt", "zfolder"):
         assert f"{name} is no regular file" in corpus.read_and_skipped({})
+
+
+def test_folders_deeper_than_calls_may_be(tmp_path: Path):
+    folder, most = tmp_path, sys.getrecursionlimit()
+    for _ in range(100):
+        folder = folder / "d"
+        folder.mkdir()
+    (folder / "a.txt").write_text("read")
+    sys.setrecursionlimit(len(inspect.stack()) + 90)
+    try:
+        files = open_corpus(str(tmp_path)).files
+    finally:
+        sys.setrecursionlimit(most)
+    assert files == ("d/" * 100 + "a.txt",)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from tilemoe.checks import expand_user, require_int
 from tilemoe.data.text_files import (
@@ -183,15 +183,16 @@ def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
     A link to a folder is not followed, and is among them.
     """
 
-    def fail(error: OSError) -> NoReturn:
-        raise unreadable(root, error) from error
-
-    found = []
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
-        names += [name for name in subfolders if Path(folder, name).is_symlink()]
-        found += [Path(folder, name).relative_to(root).as_posix() for name in names if not is_hidden(name)]
-    return sorted(found)
+    found: list[str] = []
+    folders = [os.fspath(root)]
+    while folders:  # os.walk calls itself for each level, of which somebody's folder may have a thousand
+        try:
+            entries = [entry for entry in os.scandir(folders.pop()) if not is_hidden(entry.name)]
+        except OSError as error:
+            raise unreadable(root, error) from error
+        for entry in entries:
+            (folders if entry.is_dir(follow_symlinks=False) else found).append(entry.path)
+    return sorted(Path(path).relative_to(root).as_posix() for path in found)
 
 
 def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
