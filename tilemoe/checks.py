@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
+_CONTROL = r"[\x00-\x1f\x7f-\x9f]"
 _LONGEST = 120  # characters of a value that a message shows
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -29,10 +30,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
-def told(error: BaseException) -> str:
-    """An error's message on one line, in which no name that a file gives steers the terminal; without one its type."""
+def told(error: BaseException | str) -> str:
+    """A text, or an error's message or type, on one line: no name that a file has or gives steers the terminal."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
+    return re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", text)
 
 
 def parse_json(text: str | bytes, of_table: Callable[[dict[str, Any]], Any] = dict) -> Any:
@@ -98,16 +99,14 @@ def require_type(name: str, value: Any, cls: type) -> None:
 
 
 def require_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value or "\0" in value:  # no path holds a NUL
-        raise ValueError(f"{name} must be a non-empty text without NUL, got {shown(value)}")
+    if not isinstance(value, str) or not value or re.search(_CONTROL, value):  # shown, it would steer the terminal
+        raise ValueError(f"{name} must be a non-empty text without control characters, got {shown(value)}")
 
 
 def require_path(name: str, value: Any) -> Path:
     """``value`` as a `Path`, with ~ expanded by `expand_user`; it need not exist. ValueError: it cannot be a path."""
     if not isinstance(value, PurePath):
         require_text(name, value)
-        if len(value.splitlines()) > 1:  # it would break the one-line messages that show it
-            raise ValueError(f"{name} must be a path of one line, got {shown(value)}")
     return expand_user(value)
 
 

@@ -124,12 +124,12 @@ def test_lines_and_rows_that_are_not_utf8(tmp_path: Path):
 
 
 def test_the_files_read_and_skipped_are_told(tmp_path: Path):
-    for name in ("a.txt", "b.md", "c.csv", ".hidden", "d/e.pdf", *(f"z{i}.bin" for i in range(7))):
+    for name in ("a.txt", "b.md", "c\x1b.csv", ".hidden", "d/e.pdf", *(f"z{i}.bin" for i in range(7))):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"fox\xff" * 9)
     corpus = open_corpus(str(tmp_path), undecodable="replace")
     told = corpus.read_and_skipped({"undecodable_bytes": corpus.undecodable_bytes()})
-    skipped = "9 skipped (c.csv, d/e.pdf, z0.bin, z1.bin, z2.bin, ...)"
+    skipped = "9 skipped (c\ufffd.csv, d/e.pdf, z0.bin, z1.bin, z2.bin, ...)"
     assert told == f"files read: 2, {skipped}, 18 bytes replaced that are not UTF-8"
     assert open_corpus(str(tmp_path / "a.txt")).read_and_skipped({}) == "files read: 1"
     stdlib = open_corpus("stdlib")

@@ -37,6 +37,8 @@ def test_a_recipe_survives_json(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(to_dict(recipe)))
     assert load_recipe(path) == recipe
+    with raises_one_line("name must be a non-empty text without control characters, got 'a\\\\x1b'"):
+        replace(recipe, name="a\x1b")
     path.write_text(json.dumps(to_dict(recipe)).replace('"train": {', '"train": {"steps": 1, '))
     with raises_one_line(r"mine\.json: cannot be read \('steps' is there twice\); correct the file"):
         load_recipe(path)

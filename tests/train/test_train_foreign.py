@@ -188,11 +188,11 @@ def test_rotation_keeps_what_was_just_saved_beside_a_copy_of_a_later_name(run: P
 def test_a_checkpoint_with_something_else_in_it_stays(run: Path, theirs: Path, dense_recipe: Recipe, kind: str) -> None:
     path = run / "step_00000002"
     if kind == "folder":
-        (path / "model").mkdir()
+        (path / "mo\x1bdel").mkdir()
     else:
-        (path / "base").symlink_to(theirs / "folder")
+        (path / "mo\x1bdel").symlink_to(theirs / "folder")
     before = contents(path), contents(theirs)
-    with pytest.warns(UserWarning, match="is not dropped"):
+    with pytest.warns(UserWarning, match="is not dropped: tilemoe did not write mo\ufffddel there"):
         going_on(dense_recipe, 3)
     assert (contents(path), contents(theirs)) == before
 

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tilemoe.checks import expand_user, require_int
+from tilemoe.checks import expand_user, require_int, told
 from tilemoe.data.text_files import (
     LONGEST_LINE,
     UNDECODABLE,
@@ -101,7 +101,7 @@ class Corpus:
     def read_and_skipped(self, index: Mapping[str, Any]) -> str:
         """How many files are read and which are not, for messages; ``index`` of its shards has `undecodable_bytes`."""
         names = ", ".join(self.skipped[:_NAMED]) + (", ..." if len(self.skipped) > _NAMED else "")
-        skipped = f", {len(self.skipped):,} skipped ({names})" if names else ""
+        skipped = f", {len(self.skipped):,} skipped ({told(names)})" if names else ""
         replaced = index.get("undecodable_bytes", 0)
         counted = f", {replaced:,} bytes replaced that are not UTF-8" if replaced else ""
         return f"files read: {len(self.files):,}{skipped}{counted}"

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import expand_user, parse_json, require_fields, require_int, require_text
+from tilemoe.checks import expand_user, parse_json, require_fields, require_int, require_text, require_type
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 from tilemoe.files import default_cache_dir, read_bytes
 from tilemoe.models.flops import flops_per_token
@@ -237,7 +237,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_text("name", self.name)
-        require_text("description", self.description)
+        require_type("description", self.description, str)
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"

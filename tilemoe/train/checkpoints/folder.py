@@ -127,7 +127,9 @@ def drop_old(newest: Path, keep_last: int) -> None:
     ours = [(path, files) for path in there if (files := own_files(path))]
     for path, files in ours[:-keep_last]:
         if other := _first_other(path, files):
-            warnings.warn(f"{path} is not dropped: tilemoe did not write {other} there; move that away", stacklevel=2)
+            warnings.warn(
+                f"{path} is not dropped: tilemoe did not write {told(other)} there; move that away", stacklevel=2
+            )
         else:
             delete_files(path, files)
 
