@@ -61,7 +61,7 @@ def test_one_cache(order: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recipe(corpus: Path) -> Recipe:
-    base = little("bytes", corpus)
+    base = little("bpe:280", corpus)
     settings = replace(
         base.train, steps=3, save_every=1, keep_last=1, log_every=1, eval_every=0, plot=False, tensorboard=False,
         sample_tokens=0, precision="fp32", device="cpu", threads=1,
