@@ -19,8 +19,8 @@ _CAST = "ToCopyBackward0"  # the autograd node of autocast's cast of a leaf
 def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
     """``.grad`` (E, p, q), fp32 (fp64 for fp64), of the leaf that is, or was cast to, the operator's input ``index``.
 
-    It is created with zeros if there is none. Returns None where autograd must receive the gradient itself, because
-    something may look at it, keep it or differentiate it.
+    If there is none, it is created with zeros. Returns None if autograd must receive the gradient itself, because a
+    hook or another caller may read, keep or differentiate it.
     """
     node = ctx.next_functions[index][0] if index < len(ctx.next_functions) else None
     dtype = compute_dtype(weight.dtype)
@@ -48,7 +48,7 @@ def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
 
 
 def _accumulates(node: Any) -> bool:
-    """Whether this backward will run ``node``, an AccumulateGrad: autograd.grad returns the gradient instead."""
+    """Whether this backward will run ``node``, an AccumulateGrad; under autograd.grad it does not run."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # raised under autograd.grad for a leaf's node

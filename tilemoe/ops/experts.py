@@ -1,5 +1,5 @@
-"""The expert MLP as operators over any backend: one for the forward (up_proj to combine), several for the backward
-(the backward's kernels).
+"""The expert MLP as operators that run on any backend: one for the forward (up_proj to combine), several for the
+backward.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
@@ -7,11 +7,11 @@ x, do, dx (T, d) · w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) · b2 (E, d) · s 
 a, a_scaled (R_max, n) · o (T, d)
 
 Paper (arXiv 2512.14080), section 3: with ``da' = do w2`` the score's gradient is ``ds = <da', a>``, so neither y nor
-the gathered x has to be saved. Saved are x, h, the scores and the plan's indices (and the weights, which live
-anyway). The backward is several operators so that h can be freed between them.
+the gathered x has to be saved. Saved for backward: x, h, the scores and the plan's indices (and the weights, which
+exist anyway). The backward is split into several operators so that h can be freed between them.
 
 Every operator's last arguments are plan, spec and backend. Each call works on a copy of the plan without derived data:
-concurrent calls must not share the schedulers' counter, and a recorded call has to list its tiles itself.
+concurrent calls must not share the tile schedulers' counter, and a recorded call must build its own tile lists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tilemoe.plan import RoutingPlan, plan_of, with_sums, without_derived
 from tilemoe.runtime.operator import Arguments, Operator
 
 _NUM_ARRAYS = 5  # tensors in `RoutingPlan.arrays`
-_ROW_OF_PAIR = -5  # where the arguments of `RoutedArguments.schema` have it
+_ROW_OF_PAIR = -5  # index of row_of_pair in the arguments of `RoutedArguments.schema`
 _ONCE = (
     "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
     "higher derivatives, or take the first gradient without create_graph=True."
@@ -46,8 +46,8 @@ _ONCE = (
 
 class RoutedArguments(Arguments):
     """Converts (..., plan, spec, backend) to a schema's arguments and back: the plan to its tensors, spec and backend
-    to one string, since PyTorch's work per operator grows with the square of the number of arguments. A schema has no
-    peers.
+    to one string, since PyTorch's work per operator grows with the square of the number of arguments. The plan's peers
+    are not converted.
     """
 
     schema = (
@@ -61,7 +61,7 @@ class RoutedArguments(Arguments):
 
     def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         *given, plan, spec, backend = args
-        name = type(backend).name  # of the class, which torch.compile treats as a constant
+        name = type(backend).name  # of the class: a constant for torch.compile
         options = f"{spec.name} {spec.gate_up} {spec.limit!r} {spec.alpha!r} {name}"
         return (*given, *plan.arrays, plan.num_tokens, options)
 
@@ -89,14 +89,14 @@ def routed_operator(
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
 ) -> Operator:
-    """The operator ``tilemoe::name(args, plan, spec, backend) -> returns``; out of memory it says what to change."""
+    """The operator ``tilemoe::name(args, plan, spec, backend) -> returns``; its OutOfMemoryError says what to do."""
     return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise, flops=flops)
 
 
 def _of_backward(
     args: str, returns: str, fake: Callable[..., Any], flops: Callable[..., int] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Makes a function the `routed_operator` of its name, which cannot be differentiated."""
+    """A decorator: turns a function into the `routed_operator` of the same name, which refuses differentiation."""
 
     def make(run: Callable[..., Any]) -> Operator:
         operator = routed_operator(run.__name__, args, returns, run, fake, flops)
@@ -107,18 +107,18 @@ def _of_backward(
 
 
 def _adding(run: Callable[..., Any]) -> Operator:
-    """Makes a function that writes to a leaf's ``.grad`` the operator of its name.
+    """A decorator: turns a function that adds to a leaf's ``.grad`` into the operator of the same name.
 
-    Without schema: it is never in a graph. It also runs only once in a call; the forward's first call has compiled its
-    kernels.
+    It has no schema, because it is never in a graph. It runs once per call, without an earlier run that only compiles:
+    the forward's first call has compiled its kernels.
     """
     return Operator(run.__name__, run, arguments=ROUTED, advise=advise, compiles_first=False)
 
 
 def gemm_flops(flat: Sequence[Any], *multiply_adds: int) -> int:
-    """Of GEMMs with ``multiply_adds`` per pair of token and expert. Pairs of masked tokens count, too.
+    """FLOPs of GEMMs with ``multiply_adds`` per pair of token and expert. Pairs of masked tokens count, too.
 
-    flat: an operator's last arguments, those of `RoutedArguments.schema` included, with shapes for tensors.
+    flat: an operator's last arguments, including those of `RoutedArguments.schema`, with shapes in place of tensors.
     """
     (pairs,) = flat[_ROW_OF_PAIR]
     return 2 * pairs * sum(multiply_adds)
@@ -149,7 +149,7 @@ def moe_forward(
     spec: ActivationSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, h, h's scales); the largest transient, y (R_max, d), exists one slice of d at a time.
+    """Returns (o, h, h's scales). The largest transient, y (R_max, d), exists one slice of d at a time.
 
     save: "full" returns h itself and no scales, "fp8" h quantised with its scales, "none" neither.
     """
@@ -210,12 +210,12 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None, 
 
 
 def saved_of(x: Tensor, plan: RoutingPlan) -> Tensor | None:
-    """x (T, d), or None where the plan's peers keep it."""
+    """x (T, d) to be saved for backward, or None if the plan's peers can send it again."""
     return None if plan.peers is not None and plan.peers.keep(x) else x
 
 
 def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """the backward's kernels, each step only if its result is needed; h is freed as soon as down_proj_dgrad has read
+    """Runs the backward's kernels, each only if its result is needed. h is freed as soon as down_proj_dgrad has read
     it.
 
     Returns None for a weight gradient that down_proj_wgrad or up_proj_wgrad has accumulated into ``.grad`` itself.
@@ -247,7 +247,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         if need_w2:
             dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # down_proj_wgrad
         del a_scaled
-        if need_x:  # before dw1 and db1, since dx_rows lives beside every gradient made so far
+        if need_x:  # before dw1 and db1, so that these are not live beside dx_rows
             dx = up_proj_input_grad(dh, w1, with_sums(plan, do), *routed[1:])  # up_proj_dgrad and combine_grad
         if need_b1:
             db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
@@ -277,8 +277,8 @@ def _wgrad(
 class _DependentOnInputs(torch.autograd.Function):
     """Identity on the output's gradient that makes it depend on the inputs, and raises when it is differentiated.
 
-    h depends on the inputs but is saved without a graph: with frozen weights, a second derivative would silently take
-    dx for a constant.
+    h depends on the inputs but is saved without a graph: with frozen weights, a second derivative would silently treat
+    dx as a constant.
     """
 
     @staticmethod
@@ -299,7 +299,7 @@ class _DependentOnInputs(torch.autograd.Function):
 def up_proj(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """up_proj again, for h."""
+    """h (R_max, w), recomputed by up_proj."""
     return backend.up_proj_act(x, w1, b1, without_derived(plan), spec)[1]
 
 

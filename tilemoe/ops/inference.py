@@ -1,4 +1,4 @@
-"""Plan and experts as one operator for inference, given expert ids and scores: less work on the host per call.
+"""One inference operator that makes the plan from expert ids and runs the experts: less host work per call.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · w = 2n gated, n ungated
 
@@ -45,13 +45,13 @@ def experts(
     scores: Tensor,
     activation: Activation,
 ) -> Tensor | None:
-    """`tilemoe.moe` with ``plan_topk(expert_ids, E)``: (T, d); or None, where the caller must call these two itself.
+    """`tilemoe.moe` with ``plan_topk(expert_ids, E)``: (T, d). None: the caller must call these two itself.
 
     x (T, d), expert_ids and scores (T, K), w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d). None is returned unless
-    all are plain tensors on the current GPU, gradients and autocast are off, and nothing traces.
+    all are plain tensors on the current GPU, gradients and autocast are off, and the call is not traced.
 
     Raises:
-        ValueError: as `plan_topk` and `tilemoe.moe`.
+        ValueError: as in `plan_topk` and `tilemoe.moe`.
     """
     args = (x, w1, w2, b1, b2, expert_ids, scores)
     if not is_plain(*args) or torch.is_grad_enabled() or not is_replayable(x):
@@ -59,7 +59,7 @@ def experts(
     device = x.device
     if torch.is_autocast_enabled(device.type):
         return None
-    for arg in args:  # neither an argument's kind nor its device is in the launch cache's key
+    for arg in args:  # the launch cache's key has neither type nor device
         if arg is not None and (not isinstance(arg, Tensor) or arg.device != device):
             return None
     return _experts(*args, activation)
@@ -83,7 +83,7 @@ def _run(
     build = builder_for(expert_ids, num_experts, is_inference=True).build_in_one
     backend = choose_experts(w2.device, w2.dtype, w2.shape[1:]).impl
     token_of_row, pair_of_row, row_of_pair, row_start, *_ = build(expert_ids, num_experts)
-    if backend.name == "torch":  # it indexes by the plan, which withheld Triton launches have not filled
+    if backend.name == "torch":  # it indexes by the plan, which is not filled if launches are withheld
         require_values()
     plan = RoutingPlan(
         token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, expert_ids.shape[0], unchecked=True

@@ -4,10 +4,10 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 w = 2n gated, n ungated · P pairs · c the adapters' scale
 
 Expert e computes with ``w1_e + c up_b_e up_a_e`` and ``w2_e + c down_b_e down_a_e`` (LoRA, arXiv 2106.09685, one pair
-of adapters for each expert and matrix). The low-rank products are GEMMs of their own, over the same rows and by the
-same kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads as up_proj and down_proj_dgrad do.
-Saved: x, h (R_max, w), u (R_max, r), the scores and the plan, which is what `tilemoe.moe` saves, and u. Of the weights
-only the adapters get gradients. w1 and w2 may be packed in 4 bits per value: kernels decode each tile before they
+of adapters for each expert and matrix). The low-rank products are separate GEMMs over the same rows, by the same
+kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads, as up_proj and down_proj_dgrad do.
+Saved for backward: u (R_max, r) and what `tilemoe.moe` saves: x, h (R_max, w), the scores and the plan. The adapters
+get gradients; the weights do not. w1 and w2 may be packed in 4 bits per value: kernels decode each tile before they
 multiply it.
 """
 
@@ -38,9 +38,9 @@ from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of, with_sums, without_d
 from tilemoe.runtime.tensors import require_tensors
 
 _DENSE = "dense"
-_PARTS = 3  # most tensors of a weight
-_UP_A, _NUM_ADAPTED = 4, 8  # x, w1, w2, the scores and the adapters
-_LINEAR = ActivationSpec("relu")  # any ungated one: `Backend.up_proj` returns what is before the activation
+_PARTS = 3  # the most tensors that a weight consists of
+_UP_A, _NUM_ADAPTED = 4, 8  # up_a's index, and the count, of x, w1, w2, the scores and the adapters
+_LINEAR = ActivationSpec("relu")  # any ungated activation: `Backend.up_proj` returns pre-activations
 
 
 class Adapters(NamedTuple):
@@ -71,7 +71,7 @@ def moe_lora(
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
 ) -> Tensor:
-    """`tilemoe.moe` with ``w1 + scale up_b up_a`` and ``w2 + scale down_b down_a`` for weights: (T, d) in x's dtype.
+    """`tilemoe.moe` with the weights ``w1 + scale up_b up_a`` and ``w2 + scale down_b down_a``: (T, d) in x's dtype.
 
     Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen. w1 and w2 may each be
     a `PackedWeight` (`tilemoe.kernels.experts.formats`), which is multiplied in x's dtype.
@@ -105,14 +105,14 @@ def moe_lora(
 
 
 def _named_tensors(name: str, weight: Weight) -> dict[str, Any]:
-    """What a weight consists of, by the names that messages have."""
+    """The tensors of a weight, by the names that error messages use."""
     if not isinstance(weight, PackedWeight):
         return {name: weight}
     return {name if part == "codes" else f"{name}.{part}": tensor for part, tensor in weight.tensors.items()}
 
 
 def _parts(weight: Weight) -> tuple[Tensor | None, ...]:
-    """A weight as operators take it: its data, scales and scales of scales, None for those that it has not."""
+    """A weight as operators take it: its data, scales and scales of scales; None for those that it lacks."""
     tensors = tuple(weight.tensors.values()) if isinstance(weight, PackedWeight) else (weight,)
     return (*tensors, *[None] * (_PARTS - len(tensors)))
 
@@ -122,7 +122,7 @@ def _format(weight: Weight) -> str:
 
 
 def _read(formats: str, parts: Sequence[tuple[Tensor | None, ...]], backend: Backend) -> list[Weight]:
-    """Weights of which `_parts` and `_format` were given, as the backend's GEMMs read them."""
+    """The weights that `_parts` and `_format` describe, in the form that the backend's GEMMs read."""
     found: list[Weight] = []
     for name, (data, *scales) in zip(formats.split(" "), parts, strict=True):
         assert data is not None, "a weight has data"
@@ -132,7 +132,7 @@ def _read(formats: str, parts: Sequence[tuple[Tensor | None, ...]], backend: Bac
 
 
 def _like(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """For checks: the weight itself, or for a packed one an expanded scalar of its shape and of ``dtype``."""
+    """A tensor of the weight's shape, for checks: the weight, or if it is packed an expanded scalar of ``dtype``."""
     if not isinstance(weight, PackedWeight):
         return weight
     return weight.codes.new_empty((), dtype=dtype).expand(weight.shape)
@@ -174,7 +174,7 @@ def _check(x: Tensor, w2: Tensor, adapters: Adapters, spec: ActivationSpec) -> N
 
 
 def _gathered(backend: Backend, x: Tensor, weight: Weight, plan: RoutingPlan) -> Tensor:
-    """``x weight_e^T`` for each row of expert e (R_max, q), x (T, p) gathered by token inside; weight (E, q, p)."""
+    """(R_max, q): ``x weight_e^T`` for each row of expert e; the kernel gathers x (T, p) by token; weight (E, q, p)."""
     return backend.up_proj(x, weight, None, plan, _LINEAR)
 
 
@@ -215,7 +215,7 @@ def _run_grad(
     nested2: Tensor | None, h: Tensor, u: Tensor, formats: str, scale: float, plan: RoutingPlan, spec: ActivationSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, ds, dup_a, dup_b, ddown_a, ddown_b); x None: no dup_a."""
+    """(dx, ds, dup_a, dup_b, ddown_a, ddown_b); dup_a is None if x is."""
     plan = without_derived(plan)
     frozen1, frozen2 = _read(formats, ((w1, scales1, nested1), (w2, scales2, nested2)), backend)
     d, n = frozen2.shape[1:]
@@ -243,7 +243,7 @@ def _run_grad(
 
 
 def _plan_of_rows(plan: RoutingPlan) -> RoutingPlan:
-    """A plan with the same rows, each its own token: lets wgrads read a (R_max, .) tensor as their gathered operand."""
+    """A plan whose rows are tokens of their own: wgrads then read a (R_max, .) tensor as their gathered operand."""
     own = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
     return replace(plan, token_of_row=own, num_tokens=plan.capacity, unchecked=True)
 
@@ -257,7 +257,7 @@ def _fake_grad(
 
 
 def _flops(x: Any, w1: Any, w2: Any, s: Any, up_a: Any, up_b: Any, down_a: Any, *rest: Any, **_: Any) -> int:
-    d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]  # not of w1 and w2, which may be codes
+    d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]  # not read from w1 and w2, which may be codes
     return gemm_flops(rest, d * w, n * d, r * (d + w), r * (n + d))
 
 
@@ -265,7 +265,7 @@ def _grad_flops(
     do: Any, x: Any, w1: Any, w2: Any, s: Any, up_a: Any, up_b: Any, down_a: Any, *rest: Any, **_: Any
 ) -> int:
     d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]
-    return gemm_flops(rest, d * w, n * d, 2 * r * (d + w), 2 * r * (n + d), r * n)  # the last: ``a A2^T`` again
+    return gemm_flops(rest, d * w, n * d, 2 * r * (d + w), 2 * r * (n + d), r * n)  # the last: ``a down_a^T`` again
 
 
 _ADAPTED = "x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"

@@ -1,4 +1,4 @@
-"""`moe`, the public differentiable expert MLP, with the checks of its arguments. How it computes: `ops.experts`.
+"""`moe`, the public differentiable expert MLP, and the checks of its arguments. `ops.experts` computes it.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
@@ -51,18 +51,18 @@ def moe(
     fp32 or better. x, w1, w2, b1, b2 share one float dtype, except under autocast, which casts them to its own.
     Weights may have any strides. ``recompute="up_proj"`` keeps no h and runs the up projection again in backward.
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
-    ``precision="fp8"`` quantises the operands of the up and down projections, of their dgrads (up_proj, down_proj,
-    down_proj_dgrad, up_proj_dgrad) and of wide layers' weight gradients (down_proj_wgrad, up_proj_wgrad) to e4m3 where
-    a backend can (`select_kernels` says), and is "bf16", operands as they are, where none can, which a warning says
-    once; with ``kernels`` it is a ValueError there. ``save="fp8"`` keeps h, the pre-activation (rows, 2n or n),
-    between forward and backward in e4m3, with a scale for each 128 elements of a row, whose width must be a multiple
-    of 128: o has the same bits, and the gradients are those of the quantised h. Not with ``recompute``, in fp64, or on
-    a GPU below compute capability 8.9.
+    ``precision="fp8"`` quantises to e4m3 the operands of the up and down projections, of their dgrads (up_proj,
+    down_proj, down_proj_dgrad, up_proj_dgrad) and of wide layers' weight gradients (down_proj_wgrad, up_proj_wgrad),
+    where a backend can (see `select_kernels`). Where none can, the operands stay as with "bf16" and a warning says so
+    once; a backend given as ``kernels`` raises ValueError instead. ``save="fp8"`` keeps h, the pre-activation (rows, 2n
+    or n), in e4m3 between forward and backward, with one scale per 128 elements of a row; h's width must be a multiple
+    of 128. o has the same bits; the gradients are those of the quantised h. It cannot be used with ``recompute``, in
+    fp64, or on a GPU below compute capability 8.9.
 
-    ``accumulate=True`` is for several backwards per step: the kernels accumulate the gradients of w1 and w2, where
-    these are leaves, into their ``.grad`` in fp32 (fp64 for fp64), which becomes their ``grad_dtype``, and autograd
-    adds nothing. With a tensor hook, ``create_graph=True``, autograd.grad, anomaly detection, in a graph of
-    torch.compile or beside a ``.grad`` of another dtype, autograd accumulates as usual.
+    ``accumulate=True`` is for several backwards per step. If w1 and w2 are leaves, the kernels add their gradients to
+    ``.grad`` in fp32 (fp64 for fp64), which becomes the leaves' ``grad_dtype``, and autograd adds nothing. With a
+    tensor hook, ``create_graph=True``, autograd.grad, anomaly detection, in a graph of torch.compile or if ``.grad``
+    has another dtype, autograd accumulates as usual.
 
     ValueError names the argument that is wrong. Differentiable once in x, w1, w2, scores, b1, b2.
 
@@ -97,8 +97,8 @@ def moe(
 
 
 def cast_under_autocast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The tensors, cast to autocast's dtype where it is on, as PyTorch's GEMMs do, but no fp64, integers or packed
-    weights."""
+    """The tensors, cast to autocast's dtype if autocast is on, as in PyTorch's GEMMs; integers, packed weights and, if
+    x is fp64, all tensors stay as they are."""
     tensors = (x, *rest)
     dtype = autocast_dtype(x.device.type)
     if dtype is None or x.dtype == torch.float64:
@@ -108,7 +108,7 @@ def cast_under_autocast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
 
 
 def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[int], precision: str = "bf16") -> Backend:
-    """The backend that ``kernels`` names; with None one chosen by ``like``'s device and dtype, the layer's ``widths``
+    """The backend that ``kernels`` names; None: one chosen by ``like``'s device and dtype, the layer's ``widths``
     (d, n) and the precision.
 
     ValueError: the named backend computes in another precision, or cannot compute in FP8 for these operands.
@@ -116,11 +116,11 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
     if kernels is None:
         chosen = choose_experts(like.device, like.dtype, widths, precision)
         if precision != "bf16" and (type(chosen.impl).precision != precision or like.device.type == "cpu"):
-            # It is not served, or emulated.
+            # No backend serves FP8 here, or a CPU emulates it.
             warn_once(f"precision={precision!r}: experts in {like.dtype} by {chosen.name}, {chosen.reason}")
         return chosen.impl
     backend = backend_of(kernels)
-    computes_in = type(backend).precision  # of the class, which torch.compile treats as a constant
+    computes_in = type(backend).precision  # of the class, a constant for torch.compile
     if computes_in != precision:
         raise ValueError(
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
@@ -136,10 +136,10 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
 def check_options(
     gate_up: Any, recompute: Any, precision: Any = "bf16", save: Any = "full", accumulate: Any = False
 ) -> None:
-    """ValueError for an option that `moe` does not know, or for two that contradict each other."""
+    """ValueError if `moe` does not know an option, or two options contradict each other."""
     choices = ("gate_up", gate_up, GATE_UP_LAYOUTS), ("precision", precision, PRECISIONS), ("save", save, SAVES)
     for name, value, known in choices:
-        if not isinstance(value, str) or value not in known:  # asked here, because every forward comes by
+        if not isinstance(value, str) or value not in known:  # inline, because every forward runs this
             require_choice(name, value, known)
     if not isinstance(accumulate, bool):
         require_bool("accumulate", accumulate)

@@ -14,14 +14,14 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape
 
 _MIB, _GIB = 1 << 20, 1 << 30
-# Where to read d, n and w: (operand's name -> dimension), the first operand that is among the arguments.
+# Where to read d, n and w: operand's name -> its dimension. The first operand among the arguments is read.
 _D = {"w2": 1, "w1": 2, "do": 1, "x": 1}
 _N = {"w2": 2, "a_scaled": 1}
 _W = {"w1": 1, "dh": 1}
 
 
 def advise(name: str, found: str, arguments: dict[str, Any]) -> str:
-    """`out_of_memory_message` for an operator whose arguments, given by name, end with plan, spec and backend."""
+    """`out_of_memory_message` for an operator whose ``arguments`` (by name) end with plan, spec and backend."""
     plan: RoutingPlan = arguments["plan"]
     spec: ActivationSpec = arguments["spec"]
     d, n, w = (_size_of(arguments, places) for places in (_D, _N, _W))
@@ -39,10 +39,10 @@ def _size_of(arguments: dict[str, Any], places: dict[str, int]) -> int | None:
 def out_of_memory_message(step: str, found: str, shape: MoEShape | None) -> str:
     """One line: the step, what PyTorch's message ``found`` says about the GPU, the layer's need, and what to change.
 
-    ``shape`` is None where the sizes cannot be read from the step's operands.
+    ``shape`` is None if the sizes cannot be read from the step's operands.
     """
     sentences = found.strip().splitlines()[0].split(". ") if found.strip() else ["out of memory"]
-    reason = ". ".join(sentences[:3]).rstrip(".")  # what follows is about the allocator
+    reason = ". ".join(sentences[:3]).rstrip(".")  # the rest is about the allocator
     need = "" if shape is None else f" {_need(shape)}"
     advice = "Pass fewer tokens per call, or recompute='up_proj', which keeps no pre-activations."
     return f"tilemoe.moe, {step}: {reason}.{need} {advice}"

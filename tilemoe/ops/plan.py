@@ -33,9 +33,9 @@ def check_topk_ids(expert_ids: Tensor) -> None:
 
 
 def _build_topk(expert_ids: Tensor, num_experts: int, is_inference: bool) -> torch_plan.Index:
-    """See `tilemoe.kernels.plan.torch.sort_by_expert`; device, size and ``is_inference`` choose the builder.
+    """See `tilemoe.kernels.plan.torch.sort_by_expert`. Device, size and ``is_inference`` select the builder.
 
-    is_inference is an argument rather than read from autograd's state: the launch cache's key is made of arguments, and
+    is_inference is an argument and not read from autograd's state: the launch cache's key is made of arguments, and
     compiled training runs its forward without autograd.
     """
     return builder_for(expert_ids, num_experts, is_inference).build(expert_ids, num_experts)
@@ -48,7 +48,7 @@ def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Pla
 
 
 def topk_plan(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
-    """`tilemoe.plan_topk` of arguments that are checked."""
+    """`tilemoe.plan_topk` for arguments that have been checked."""
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = build_topk(
         expert_ids, num_experts, not torch.is_grad_enabled()
     )

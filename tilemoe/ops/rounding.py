@@ -23,7 +23,7 @@ Spec = tuple[str, int, str, bool, float, int]
 
 
 def spec_args(cfg: MoEConfig, capacity: int) -> Spec:
-    """The configuration as the last arguments of the Triton operators, in their order (`_ROUNDING_SCHEMA`)."""
+    """``cfg`` as the last arguments of the Triton operators, in the order of `_ROUNDING_SCHEMA`."""
     assert cfg.rounding is not None, "the caller looks"
     _, score, normalize, scale, *_ = router_spec_args(cfg)
     return (cfg.rounding.mode, cfg.rounding.tile, score, normalize, scale, capacity)
@@ -37,7 +37,7 @@ def _indices_fake(like: Tensor, capacity: int) -> tuple[Tensor, ...]:
 
 
 def _rounded_scores(*args: Any) -> tuple[Tensor, ...]:
-    from tilemoe.kernels.rounding import triton as rounding  # not on every machine
+    from tilemoe.kernels.rounding import triton as rounding  # not every machine has Triton
 
     return tuple(rounding.round_rows(*args[:5], rounding.RoundingSpec(*args[5:])))
 

@@ -24,7 +24,7 @@ Spec = tuple[int, str, bool, float, int, int, bool, bool]
 
 
 def spec_args(cfg: MoEConfig) -> Spec:
-    """The configuration as the last arguments of both operators, in their order (`_SPEC_SCHEMA`)."""
+    """``cfg`` as the last arguments of both operators, in the order of `_SPEC_SCHEMA`."""
     router = cfg.router
     mode = "late softmax" if router.softmax_after_topk else router.score
     losses = (bool(router.aux_loss_coef), bool(router.z_loss_coef))
@@ -33,7 +33,7 @@ def spec_args(cfg: MoEConfig) -> Spec:
 
 
 def _select(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from tilemoe.kernels.router import triton as router  # not on every machine
+    from tilemoe.kernels.router import triton as router  # not every machine has Triton
 
     selection_bias, token_mask, *spec = rest
     return router.select(logits, selection_bias, token_mask, router.RouterSpec(*spec))
@@ -78,7 +78,7 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 def _backward(
     ctx: Any, d_scores: Tensor | None, _ids: None, d_probability_sums: Tensor | None, d_z_sum: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Takes the gradients of scores, probability sums and z sum, each None if nothing depends on it."""
+    """The logits' gradient from those of scores, probability sums and z sum; one is None if nothing depends on it."""
     _, _, _, _, _, _, balance, z = ctx.spec
     d_probability_sums, d_z_sum = (d_probability_sums if balance else None, d_z_sum if z else None)
     if d_scores is None and d_probability_sums is None and d_z_sum is None:
@@ -107,7 +107,7 @@ def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
         if router_input.why_unsupported(d_logits, weight, dx) is None:
             return router_input.input_grad(d_logits, weight, dx)
     with torch.autocast(dx.device.type, enabled=False):
-        return torch.mm(d_logits, weight).add_(dx)  # addmm copies dx first, and takes longer
+        return torch.mm(d_logits, weight).add_(dx)  # addmm would copy dx first, which is slower
 
 
 invariant_logits = Operator(

@@ -1,10 +1,10 @@
-"""Operators of expert parallelism through a window that all ranks read: tokens to their experts, and results back.
+"""Operators that send tokens to their experts and results back, through a window of memory that all ranks read.
 
 T tokens · W ranks · P pairs · M_max, Q_max the most tokens and pairs that this rank receives in a layer · e experts of
 a rank · d model width
 
 Each operator is one exchange (`tilemoe.kernels.expert_parallel.triton_window`); all ranks run the same ones in the same
-order, on one stream or on several. No value is read on the host, so they may be part of a CUDA graph, or of one of
+order, on one stream or on several. The host reads no value, so they may be part of a CUDA graph or of a graph of
 torch.compile.
 """
 
@@ -26,25 +26,25 @@ from tilemoe.runtime.tensors import PLAIN
 
 
 class OpenWindow:
-    """A window while it is open. By name, since a schema of torch.library takes no objects.
+    """An open window. Operators pass its name, since a schema of torch.library takes no objects.
 
-    The experts may compute their results in its memory, which it lends once after each exchange of tokens, unless it
-    still holds results that have not been put. That is safe: all ranks have entered a later exchange by then, so none
-    still reads the last results.
+    The experts may write their results straight into its memory. The window lends that memory once after each exchange
+    of tokens, unless it still holds results that have not been put. This is safe: by then all ranks have entered a
+    later exchange, so none still reads the last results.
     """
 
     def __init__(self, name: str, view: kernels.Window, memory: Any) -> None:
-        """memory: this rank's, and whatever keeps that of the others."""
+        """memory: (this rank's memory, an object that keeps the other ranks' memory alive)."""
         self.name, self.view, self._memory = name, view, memory
-        self._stream: torch.cuda.Stream | None = None  # of the last exchange
+        self._stream: torch.cuda.Stream | None = None  # the last exchange's
         self._can_lend = False
         self._lent: ReferenceType[Tensor] | None = None
-        self.has_results = False  # of the exchange that runs: they were computed here
-        self.is_captured = False  # in some CUDA graph
+        self.has_results = False  # whether the current exchange's results were computed here
+        self.is_captured = False  # whether a CUDA graph uses it
         _OPEN[name] = self
 
     def lend(self, like: Tensor) -> Tensor | None:
-        """Memory for results of ``like``'s shape and dtype; None if it is not free."""
+        """The window's memory for results of ``like``'s shape and dtype; None if it is not free."""
         if not self._can_lend:
             return None
         begin, stride = self.view.layout.results // like.element_size(), (like.shape[1], 1)
@@ -53,7 +53,7 @@ class OpenWindow:
         return lent
 
     def begin(self, rows: Tensor, puts_results: bool) -> bool:
-        """An exchange of these begins. Returns whether they are results that were computed in its memory."""
+        """Begin an exchange of ``rows``. Returns whether they are results that were computed in the window's memory."""
         self.follow()
         if self.has_results and not puts_results:
             self._lent = None  # they have been put
@@ -66,9 +66,9 @@ class OpenWindow:
         return self.has_results
 
     def follow(self) -> None:
-        """The current stream waits for the one that the last exchange was on; none may overtake another.
+        """Make the current stream wait for the last exchange's: exchanges must not overtake each other.
 
-        Not while a graph is captured, which must not wait for a stream outside: that is its caller's, as is a replay.
+        A graph being captured must not wait for a stream outside it: there, and at a replay, the caller must wait.
         """
         if not self.view.state.is_cuda:
             return
@@ -85,7 +85,7 @@ _OPEN: WeakValueDictionary[str, OpenWindow] = WeakValueDictionary()
 
 
 class Places(NamedTuple):
-    """Where the tokens and pairs of one layer's first exchange are, for the exchanges after it."""
+    """Where one layer's first exchange placed its tokens and pairs, for the exchanges after it."""
 
     agreed: Tensor
     counts: Tensor
@@ -95,7 +95,7 @@ class Places(NamedTuple):
 
 
 class _WindowArguments(Arguments):
-    """(..., precision, window) to a schema's arguments and back."""
+    """Converts (..., precision, window) to a schema's arguments and back: the window becomes its name."""
 
     def __init__(self, puts_results: bool) -> None:
         self._puts_results = puts_results
@@ -127,7 +127,7 @@ def _to_experts(
 ) -> tuple[Tensor, ...]:
     """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`.
 
-    layer (1,): its number, kept if its rows do not fit. room: Q_max.
+    layer (1,): the layer's number, which is stored if its rows do not fit. room: Q_max.
     """
     view, tokens = window.view, x.shape[0]
     routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks)
@@ -147,7 +147,7 @@ def _to_experts(
 
 
 def _index_of(view: kernels.Window, scores: Tensor, tokens: int, pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(the whole index, int32, and its parts: sizes (W, 2), token_of_copy (T W), words (P, .))."""
+    """(the whole index, int32; then views of its parts: sizes (W, 2), token_of_copy (T W), words (P, .))."""
     layout, ranks, width = view.layout, view.ranks, 1 + scores.element_size() // 4
     index = scores.new_zeros((layout.tokens - layout.sizes) // 4, dtype=torch.int32)
     copies, words = (layout.copies - layout.sizes) // 4, (layout.words - layout.sizes) // 4
@@ -179,21 +179,21 @@ def _save_to_experts(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def saved_by(node: Any) -> tuple[Tensor, ...]:
-    """x (T, d) and the `Places` that a call of `to_experts` saved, kept because checkpointing gives them out once."""
+    """x (T, d) and `Places` that a call of `to_experts` saved, kept since checkpointing returns saved tensors once."""
     if not hasattr(node, "read"):
         node.read = node.saved_tensors
     return tuple(node.read)
 
 
 class Senders(NamedTuple):
-    """`Peers` of what a call of `to_experts` received. node: the one that autograd made of it; None: x is saved."""
+    """The `Peers` that sent what a call of `to_experts` received. node: the call's autograd node; None: x is saved."""
 
     node: Any
     precision: str
     window: OpenWindow
 
     def keep(self, x: Tensor) -> bool:
-        """No where hooks, as of checkpointing, decide when saved tensors are freed."""
+        """False if hooks, such as checkpointing's, decide when saved tensors are freed."""
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return self.node is not None and x.grad_fn is self.node and not is_hooked
 
@@ -214,8 +214,8 @@ def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Ten
 
 
 def _from_experts(rows: Tensor, ds: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    """From o or dx (M_max, d): (T, d), each token's sum over the ranks that it was sent to. From the gradients of the
-    received scores ds (Q_max): those of the scores (P,).
+    """(T, d): each token's sum of o or dx (M_max, d) over the ranks that it was sent to; and the scores' gradients (P,)
+    from those of the received scores, ds (Q_max); None without ds.
     """
     places, window = Places(*rest[:-2]), rest[-1].view
     kernels.put(window, None if rest[-1].has_results else rows, kernels.RESULTS, ds, places.counts)
@@ -242,7 +242,7 @@ def _from_experts_backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tens
 
 
 def _to_experts_again(x: Tensor, *rest: Any) -> Tensor:
-    """x or do (T, d) -> (M_max, d), of the tokens at this rank's experts."""
+    """x or do (T, d) -> (M_max, d): the rows of the tokens at this rank's experts."""
     *places, precision, window = rest
     at, rows = Places(*places), _as_sent(x, precision)
     kernels.put(window.view, rows, kernels.TOKENS)
