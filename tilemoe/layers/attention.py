@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with rotary embeddings and optional normalisation of queries and keys; its KV cache.
+"""Causal grouped-query attention with rotary embeddings and optional normalised queries and keys; its KV cache.
 
 B sequences · S tokens of this call · C tokens in the cache, this call's included · d model width · D head width ·
 H query heads · H_kv key and value heads
@@ -24,7 +24,7 @@ from tilemoe.runtime.random import normal_
 
 
 class LayerCache:
-    """Keys and values of one layer, in buffers for ``max_tokens`` tokens that the first `append` allocates."""
+    """Keys and values of one layer. The first `append` allocates buffers for ``max_tokens`` tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -75,8 +75,8 @@ class KVCache:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Context for attending to a cache: for each of its lengths cuDNN, which PyTorch prefers on Hopper and Blackwell,
-    makes a new plan. Meanwhile no thread of the process attends by cuDNN.
+    """Context without cuDNN's attention, to attend to a cache: cuDNN, which PyTorch prefers on Hopper and Blackwell,
+    makes a new plan for each length of the cache. The setting holds for all threads of the process.
     """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -92,7 +92,7 @@ def rotary_angles(
     """Cosine and sine (..., 1, D/2) of the angles of integer ``positions`` (...) (arXiv 2104.09864, equation 34).
 
     Position p rotates the columns (i, i + D/2) by ``p / theta^(2i/D)``; Hugging Face's checkpoints use this pairing.
-    ``dtype`` is fp32, or fp64 for an fp64 model: bf16 could not tell neighbouring positions apart.
+    ``dtype`` is fp32, or fp64 for an fp64 model: bf16 cannot tell neighbouring positions apart.
     """
     inverse_wavelength = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim)
     angles = positions[..., None, None].to(dtype) * inverse_wavelength
@@ -102,18 +102,18 @@ def rotary_angles(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Rotate queries or keys x (..., S, H, D) by angles (S, 1, D/2), or x (B, S, H, D) by (B, S, 1, D/2).
 
-    It computes in the wider of the dtypes of x and the angles. dtype: of the result, which is rounded once; None: the
-    dtype of the computation. Differentiable once, in x.
+    It computes in the wider of the dtypes of x and the angles, and rounds once to ``dtype``; None: no rounding.
+    Differentiable once, in x.
     """
-    if cos.ndim == 4:  # as one sequence of B S tokens
+    if cos.ndim == 4:  # treat it as one sequence of B S tokens
         one = rotate(x.flatten(0, 1)[None], cos.flatten(0, 1), sin.flatten(0, 1), dtype)
         return one.reshape(x.shape)
     return _Rotation.apply(x, cos, sin, dtype or torch.promote_types(x.dtype, cos.dtype))
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation. Autograd would differentiate each product and each sum: seven
-    times x's memory traffic, in fp32 where the angles are.
+    """The gradient of a rotation is the inverse rotation. Autograd would differentiate each product and each sum, with
+    seven times x's memory traffic, in fp32 if the angles are fp32.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Rotation(torch.autograd.Function):
         if _is_one_kernel(x, cos):
             return _by_one_kernel(x, cos, sin, dtype, back=False)
         out = _turned(x, cos, sin)
-        # No `to` without effect: torch.compile of PyTorch 2.11 makes the gradient of its result zero.
+        # No `to` that changes nothing: PyTorch 2.11's torch.compile would make its result's gradient zero.
         return out if out.dtype == dtype else out.to(dtype)
 
     @staticmethod
@@ -149,7 +149,7 @@ def _by_one_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, b
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out, half = x * torch.cat((cos, cos), dim=-1), x.shape[-1] // 2
-    # Slices, not chunks: autograd, which records this in torch.export, forbids writing to one of several views.
+    # Slices, not chunks: autograd, which records this in torch.export, forbids writes to one of several views.
     out[..., :half].addcmul_(x[..., half:], sin, value=-1)
     out[..., half:].addcmul_(x[..., :half], sin)
     return out
@@ -225,9 +225,9 @@ class Attention(nn.Module):
 
 
 def _visibility(held: int, new: int, device: torch.device) -> tuple[Tensor | None, bool]:
-    """(mask, is_causal) for ``new`` tokens after ``held`` cached ones: the mask is (S, C) bool or None.
+    """(mask, is_causal) for ``new`` tokens after ``held`` cached ones; mask is (S, C) bool or None.
 
-    is_causal lets query i see keys 0 to i, which is right for an empty cache only.
+    is_causal lets query i see keys 0 to i, which is right only for an empty cache.
     """
     if held == 0:
         return None, True

@@ -64,7 +64,7 @@ class Experts(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
-        """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, or autocast's under autocast."""
+        """x (T, d), scores (T, K) or (P,) as the plan needs -> (T, d) in x's dtype, or autocast's under autocast."""
         # Before the dispatch, so that backward sends the tokens' gradients before it returns the weights'.
         local = self.dispatcher.local_weight
         w1, w2 = local(self.w1), local(self.w2)
@@ -93,11 +93,11 @@ class Experts(nn.Module):
         return self.dispatcher.combine(o, here)
 
     def precision_of(self, x: Tensor) -> str:
-        """The precision, "bf16" or "fp8", that the backend uses for x (T, d), given in the dtype of the computation."""
+        """The precision, "bf16" or "fp8", in which the backend computes x (T, d), already cast to the compute dtype."""
         return self._backend_class(x).precision
 
     def _backend_class(self, x: Tensor) -> type[Backend]:
-        """Its attributes are constants to torch.compile, as an instance's are not."""
+        """The backend's class: torch.compile treats its attributes, unlike an instance's, as constants."""
         widths = (self.cfg.hidden_size, self.cfg.intermediate_size)
         return type(backend_for(self.kernels, x, widths, self.cfg.precision))
 
@@ -117,8 +117,8 @@ class Experts(nn.Module):
 
 
 def capacity_of(module: nn.Module, device: torch.device) -> Capacity | None:
-    """The room for what the processes that share the experts of ``module`` receive, which all layers have together;
-    None: there is room for any number of rows. All processes call it.
+    """The `Capacity` for received rows, shared by all layers of ``module``; None: any number of rows fits. All
+    processes that share the experts must call it together.
     """
     layers = (layer for layer in module.modules() if isinstance(layer, Experts))
     return next((found for layer in layers if (found := layer.dispatcher.capacity(device)) is not None), None)
@@ -133,8 +133,8 @@ def accumulate_grads(module: nn.Module) -> None:
 
     Use it for weights in fp32, with or without autocast, alone or in DistributedDataParallel. For weights of another
     dtype the optimiser must accept gradients in fp32, which torch.optim's do not. FSDP2 with
-    ``reduce_dtype=torch.float32`` supports weights of any dtype, if each step calls
-    ``set_requires_gradient_sync(False)`` for all micro-batches but the last, at least one: it then reduces these sums.
+    ``reduce_dtype=torch.float32`` supports weights of any dtype, if each step has at least two micro-batches and calls
+    ``set_requires_gradient_sync(False)`` for all but the last: FSDP2 then reduces these sums.
     Experts divided by expert parallelism and experts with adapters are not changed.
 
     Raises:

@@ -12,7 +12,7 @@ from tilemoe.kernels.choose import choose_projections
 from tilemoe.layers.attention import Attention
 from tilemoe.runtime.tracing import warn_once
 
-# One scale per tensor: the fastest of torchao's recipes, and the one that still gains at widths below 2048.
+# One scale per tensor: torchao's fastest recipe, and the one that still gains at widths below 2048.
 _RECIPE = "tensorwise"
 
 

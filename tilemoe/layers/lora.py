@@ -30,7 +30,7 @@ EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _WEIGHTS = ("w1", "w2")
 _DENSE = "dense"
-_BYTE = torch.float8_e4m3fn  # a byte of floating point
+_BYTE = torch.float8_e4m3fn  # a floating-point dtype of one byte
 _OF_TRANSFORMERS = (
     "on a model of transformers PEFT puts them, get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
     "target_parameters=['experts.gate_up_proj', 'experts.down_proj']))"
@@ -38,12 +38,12 @@ _OF_TRANSFORMERS = (
 
 
 class LoRAExperts(Experts):
-    """The `Experts` ``base``, whose weights it takes over and freezes, with a low-rank adapter per expert and matrix.
+    """The `Experts` ``base`` with a low-rank adapter per expert and matrix. It takes over and freezes base's weights.
 
     up_a (E, r, d), up_b (E, w, r) · down_a (E, r, n), down_b (E, d, r). Expert e's matrices become
     ``w1_e + alpha/r up_b_e up_a_e`` and ``w2_e + alpha/r down_b_e down_a_e``. up_b and down_b start at zero, so that
-    the initial output is the base's. ``dtype`` is that of the adapters, the base's if None; they are computed in the
-    input's. Made by `add_lora`, which checks the arguments.
+    the initial output is the base's. ``dtype``: the adapters' dtype; None: the base's. They are cast to the input's
+    dtype to compute. `add_lora` makes this module and checks the arguments.
     """
 
     adapters = ("up_a", "up_b", "down_a", "down_b")
@@ -77,7 +77,7 @@ class LoRAExperts(Experts):
         self.reset_adapters(generator)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
-        """As `Experts`: x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d)."""
+        """As `Experts`: x (T, d), scores (T, K) or (P,) as the plan needs -> (T, d)."""
         local = self.dispatcher.local_weight  # before the dispatch, as in `Experts`
         w1, w2 = self._frozen("w1", local), self._frozen("w2", local)
         low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
@@ -128,11 +128,11 @@ class LoRAExperts(Experts):
 class PackedLoRAExperts(LoRAExperts):
     """`LoRAExperts` whose w1 and w2 are stored in 4 bits, as ``storage`` of `tilemoe.kernels.experts.table` says.
 
-    In place of w1 and w2, which are None, each of a packed weight's tensors is a frozen parameter: w1_codes (E, w, d /
-    2), w2_codes (E, d, n / 2) uint8; of NF4 w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), fp32, or with double
-    quantisation uint8, and then w1_nested, w2_nested fp32; of MXFP4 w1_exponents (E, w, d / 32), w2_exponents (E, d,
-    n / 32) uint8. What is fp32 stays so through ``to(dtype)``. `merged` returns w1 and w2 dense, in the base's dtype.
-    After `as_floats` what is uint8 is a view of a type that FSDP2 shards, but in state dicts.
+    w1 and w2 are None; in their place each tensor of a packed weight is a frozen parameter: w1_codes (E, w, d / 2),
+    w2_codes (E, d, n / 2) uint8; for NF4 w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), fp32, or with double
+    quantisation uint8, plus w1_nested, w2_nested fp32; for MXFP4 w1_exponents (E, w, d / 32), w2_exponents (E, d,
+    n / 32) uint8. fp32 parameters stay so through ``to(dtype)``. `merged` returns dense w1 and w2 in the base's dtype.
+    After `as_floats`, uint8 parameters are views of a dtype that FSDP2 shards; in state dicts they stay uint8.
     """
 
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None, storage: str) -> None:
@@ -140,7 +140,7 @@ class PackedLoRAExperts(LoRAExperts):
         self.storage, self.merged_dtype = storage, base.w1.dtype
         for name in _WEIGHTS:
             weight: Tensor = getattr(base, name)
-            # Without memory one expert says what all are like: 128 take .4 s to quantise, as if they had values.
+            # On meta, quantise one expert and expand the result: quantising 128 would take 0.4 s even there.
             some = weight[:1] if weight.is_meta else weight
             for part, tensor in STORAGES[storage].quantize(some).tensors.items():
                 whole = tensor.expand(len(weight), *tensor.shape[1:]).contiguous()
@@ -161,8 +161,8 @@ class PackedLoRAExperts(LoRAExperts):
 
     @torch.no_grad()
     def pack(self, name: str, weight: Tensor) -> None:
-        """Store the dense ``weight``, from any device, as w1 or w2, quantised where the module is: of what processes
-        share, this one's part of it.
+        """Quantise the dense ``weight``, from any device, on the module's device, and store it as w1 or w2: this
+        process' shard of it if the module is sharded.
         """
         for part, tensor in STORAGES[self.storage].quantize(weight.to(self.up_a.device)).tensors.items():
             own, starts = local_part(self.get_parameter(f"{name}_{part}"))
@@ -170,8 +170,8 @@ class PackedLoRAExperts(LoRAExperts):
             own.view(tensor.dtype).copy_(tensor[where])
 
     def as_floats(self) -> None:
-        """Call it before FSDP2 shards the bytes: that of PyTorch 2.11 takes floating point alone, so from here on they
-        are views of `_BYTE`. In state dicts they stay uint8.
+        """Make the uint8 parameters views of `_BYTE`; in state dicts they stay uint8. Call it before FSDP2 shards them:
+        in PyTorch 2.11 it accepts only floating-point parameters.
         """
         for names in self.packed_names().values():
             for name in names:
@@ -181,7 +181,7 @@ class PackedLoRAExperts(LoRAExperts):
         self.register_load_state_dict_pre_hook(_take_bytes)
 
     def packed_names(self) -> dict[str, tuple[str, ...]]:
-        """Of w1 and w2, the parameters that stand for it."""
+        """The names of the parameters that store w1 and w2."""
         return {name: tuple(f"{name}_{part}" for part in STORAGES[self.storage].parts) for name in _WEIGHTS}
 
     def _frozen(self, name: str, local: Callable[[Tensor], Tensor]) -> PackedWeight:
@@ -199,7 +199,7 @@ class PackedLoRAExperts(LoRAExperts):
         return nn.Parameter(dense, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLoRAExperts:
-        """As `torch.nn.Module`'s, but scales keep their dtype."""
+        """As in `torch.nn.Module`, but packed parameters keep their dtype."""
         scales = {name: self.get_parameter(name).detach() for names in self.packed_names().values() for name in names}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
@@ -212,7 +212,7 @@ class PackedLoRAExperts(LoRAExperts):
 
 
 def _viewed(stored: Tensor, given: torch.dtype, wanted: torch.dtype) -> Tensor:
-    """Bytes of the type ``given`` as those of another; anything else as it is."""
+    """A view of ``stored`` in the dtype ``wanted`` if its dtype is ``given``; otherwise ``stored``."""
     return shared_as(stored, local_part(stored)[0].view(wanted)) if stored.dtype == given else stored
 
 
@@ -268,16 +268,16 @@ def add_lora(
     "experts": the routed experts of every `MoE`. "attention": the four projections of every `Attention`. The weights
     keep their names. Add adapters before `tilemoe.parallelize`; the model may be on any device, meta too.
 
-    ``rank`` is r, of attention ``attention_rank`` if given; all adapters are scaled by alpha / rank. ``dtype`` is that
-    of the adapters, the weights' if None. ``storage`` of the frozen experts: "dense" in their own dtype, or in 4 bits
+    ``rank`` is r; ``attention_rank``, if given, is attention's. All adapters are scaled by alpha / rank. ``dtype``: the
+    adapters'; None: the weights'. ``storage`` of the frozen experts: "dense", in their own dtype, or in 4 bits
     (`PackedLoRAExperts`): "nf4", 4.5 bits per value, "nf4_double", with double quantisation, 4.13, or "mxfp4", 4.25.
 
     Raises:
         ValueError: the model has none of the named modules or has adapters already; ``rank``, ``alpha`` or another
             argument is invalid; or experts are divided by expert parallelism, have ``recompute``, FP8 ``save``, FP8
-            ``precision`` or ``invariance``, or cannot be stored in NF4.
+            ``precision`` or ``invariance``, or cannot be stored in ``storage``.
 
-    Source: arXiv 2106.09685. For w1 (E, 2n, d) of rank r, A (E, r, d) and B (E, 2n, r).
+    Source: arXiv 2106.09685. For w1 (E, 2n, d) and rank r, A is (E, r, d) and B is (E, 2n, r).
 
     Examples:
         >>> from tilemoe.layers.lora import add_lora
@@ -329,11 +329,11 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Merge every adapter into its weight and remove it, in place: the model has the modules it had before `add_lora`.
+    """Merge every adapter into its weight and remove it, in place: the modules are those from before `add_lora`.
 
     Parameters stay frozen; ``model.requires_grad_(True)`` makes them trainable.
 
-    ValueError: the model is sharded over processes; it is unchanged then.
+    ValueError: the model is sharded over processes; then it is unchanged.
 
     Examples:
         >>> from tilemoe.layers.lora import add_lora, merge_lora
@@ -343,7 +343,7 @@ def merge_lora(model: nn.Module) -> None:
         >>> sorted(layer.experts.state_dict())
         ['w1', 'w2']
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):  # an expert of it is a copy
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):  # indexing it would give copies
         raise ValueError(
             "adapters cannot be merged while processes share the model; save a checkpoint, and merge by tilemoe export"
         )
@@ -359,7 +359,7 @@ def adapted_modules(model: nn.Module) -> dict[str, LoRAExperts | LoRALinear]:
 
 
 def packed_weights(model: nn.Module) -> dict[str, tuple[PackedLoRAExperts, tuple[str, ...]]]:
-    """By the name that a dense model has for a weight stored in 4 bits: its module, and the names that stand for it."""
+    """{a 4-bit weight's name in a dense model: (its module, the names of the parameters that store it)}."""
     return {
         f"{prefix}.{name}": (module, tuple(f"{prefix}.{each}" for each in names))
         for prefix, module in adapted_modules(model).items()

@@ -13,10 +13,10 @@ from tilemoe.runtime.random import uniform_
 
 
 class LoRALinear(nn.Linear):
-    """The linear map ``base``, frozen, whose weight (o, i) becomes ``weight + alpha/r lora_b lora_a``.
+    """The frozen linear map ``base`` with an adapter: its weight (o, i) becomes ``weight + alpha/r lora_b lora_a``.
 
-    lora_a (r, i) · lora_b (o, r), of ``dtype``, the weight's if None; they are computed in the input's. lora_b starts
-    at zero, so that the initial output is the base's. ``base`` has no bias.
+    lora_a (r, i) · lora_b (o, r), in ``dtype`` (None: the weight's); computed in the input's dtype. lora_b starts at
+    zero, so that the initial output is the base's. ``base`` has no bias.
     """
 
     adapters = ("lora_a", "lora_b")
@@ -56,7 +56,7 @@ class LoRALinear(nn.Linear):
 
 
 def reset_pair(a: Tensor, b: Tensor, generator: torch.Generator | None) -> None:
-    """Initialise a (..., r, i) uniformly with variance 1 / (3 i), as torch.nn.Linear, and b (..., o, r) to zero."""
+    """Initialise a (..., r, i) uniformly with variance 1 / (3 i), like torch.nn.Linear, and b (..., o, r) to zero."""
     uniform_(a, a.shape[-1] ** -0.5, generator)
     nn.init.zeros_(b)
 

@@ -1,4 +1,4 @@
-"""The dense two-layer MLP: of a dense block, or the shared expert of a MoE layer.
+"""The dense two-layer MLP of a dense block or of an MoE layer's shared expert.
 
 T tokens · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 """

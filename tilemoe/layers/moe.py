@@ -32,12 +32,12 @@ class MoEOutput(NamedTuple):
     Attributes:
         hidden: (..., d) in x's dtype, or autocast's under autocast
         aux_loss: fp32 scalar, coefficients applied; 0 when the router has no auxiliary loss
-        tokens_per_expert: (E,) int32 rows that each expert computed
+        tokens_per_expert: (E,) int32 number of rows that each expert computed
         router_logits: (T, E) fp32 or fp64, or in the dtype of a custom router; differentiable. None where a custom
             router returned a `Routing`
-        pairs_per_expert: (E,) int32 pairs of each expert before token rounding
-        expert_ids: (T, K) int32, each token's top-K experts before token rounding, or the replayed ones; E for a token
-            that the mask leaves out. Pass them to `MoE.forward` to replay the routing. None where a custom router's
+        pairs_per_expert: (E,) int32 number of each expert's pairs before token rounding
+        expert_ids: (T, K) int32, each token's top-K experts before token rounding, or the replayed ones; the id E for
+            tokens that the mask excludes. Pass them to `MoE.forward` to replay the routing. None if a custom router's
             `Routing` has none
 
     Examples:
@@ -56,7 +56,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoEOutputOfModel(NamedTuple):
-    """`MoEOutput` where ``cfg.router.aux_loss_over`` is "model", with this layer's part in the loss of all layers.
+    """`MoEOutput` if ``cfg.router.aux_loss_over`` is "model", with this layer's statistics for the loss of all layers.
 
     statistics: (2E + 1,), see `tilemoe.Routing`.
     """
@@ -86,9 +86,9 @@ class MoE(nn.Module):
         group: the process group over whose tokens the auxiliary loss and the selection bias are computed; the attribute
             may also be set later. None: all ranks. In training, if the configuration has an auxiliary loss, each
             forward makes one all_reduce over the group, as does each `update_selection_bias`; all its ranks must call
-            this layer, or it hangs. If only some ranks call it, pass the group of those, made by
-            ``torch.distributed.new_group`` in all ranks. A rank outside that group passes what ``new_group`` returned
-            there, ``torch.distributed.GroupMember.NON_GROUP_MEMBER``: it then uses its own tokens and no collective.
+            this layer, or it hangs. If only some ranks call it, pass a group of those ranks, which all ranks create by
+            ``torch.distributed.new_group``. A rank outside that group passes ``new_group``'s result there,
+            ``torch.distributed.GroupMember.NON_GROUP_MEMBER``: it then uses its own tokens and calls no collective.
             Evaluation calls no collective.
 
     Parameters: ``router.weight`` (E, d) · ``experts.w1`` (E, 2n or n, d) · ``experts.w2`` (E, d, n) ·
@@ -176,20 +176,20 @@ class MoE(nn.Module):
         """Route x (..., d) and compute its experts.
 
         ``token_mask``: bool, or integers such as transformers' attention_mask, shaped like x without d, or (T,). False
-        or 0 marks padding: it is not routed, its output is 0, and nothing depends on its x, not even if that is NaN.
+        or 0 marks padding: it is not routed, its output is 0, and its x affects nothing, even if it is NaN.
 
         ``generator``: for the random modes of ``cfg.rounding``; None: the default generator of x's device. Activation
-        checkpointing restores only the default one before it repeats a forward, so another is refused there.
+        checkpointing restores only the default one before it repeats a forward, so any other raises ValueError there.
 
         ``expert_ids``: int32 or int64, (T, K) or shaped like x with K in place of d; replays a routing, such as the
         ``expert_ids`` that a layer returned. These experts compute, with the scores that the router's present weights
-        give them; the gradients flow through the scores to the router and x. Rows are not rounded then, and the
+        give them; the gradients flow through the scores to the router and x. Rows are then not rounded, and the
         auxiliary loss and ``tokens_per_expert`` count these experts.
 
         Raises:
             ValueError: a shape, dtype or device is wrong; (on CPU) the router's logits are not finite, or an expert id
                 is out of range or repeated for a token; a custom router returned a `Routing`, which excludes
-                ``token_mask``, ``expert_ids`` and ``cfg.rounding``; or a router is to train that cannot learn.
+                ``token_mask``, ``expert_ids`` and ``cfg.rounding``; or the router is being trained but cannot learn.
         """
         require_tensors({"x": x}, {"token_mask": token_mask, "expert_ids": expert_ids})
         if x.ndim == 0 or x.shape[-1] != self.cfg.hidden_size:
@@ -205,7 +205,7 @@ class MoE(nn.Module):
         if expert_ids is not None and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
             expert_ids = expert_ids.reshape(flat.shape[0], expert_ids.shape[-1])
         out = self.router(flat)
-        if not isinstance(out, RouterOutput):  # of a custom router
+        if not isinstance(out, RouterOutput):  # from a custom router
             out = checked_output(out, flat, self.cfg, token_mask, expert_ids)
         if isinstance(out, Routing):
             routing, logits, x_of_experts = out, None, flat
@@ -232,10 +232,10 @@ class MoE(nn.Module):
         if self.shared is not None:
             hidden = hidden + self._shared_output(flat, self.shared)
         if padding is not None:
-            hidden = hidden.masked_fill(padding, 0.0)  # for the backward: of NaN gradients at padding, too
+            hidden = hidden.masked_fill(padding, 0.0)  # so that backward drops padding's gradients, even NaN
         counts = routing.tokens_per_expert
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
-        if x.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the layer's output
+        if x.ndim != 2:  # not a view: changing a view in place would drop FSDP2's hook on the layer's output
             hidden = torch.ops.aten._unsafe_view.default(hidden, x.shape)
         found = (hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids)
         return MoEOutput(*found) if routing.statistics is None else MoEOutputOfModel(*found, routing.statistics)
@@ -252,7 +252,7 @@ class MoE(nn.Module):
     def update_selection_bias(self, pairs_per_expert: Tensor, rate: float) -> None:
         """``bias += rate * sign(mean load - load)``, for loads ``pairs_per_expert`` (E,) int32 or int64.
 
-        The loads are the router's own choice: the bias cannot balance rows that are rounded to multiples of a tile.
+        Pass the router's own counts: the bias cannot balance rows that are rounded to multiples of a tile.
         Call it once per optimiser step. When torch.distributed is initialised, the loads are summed over
         ``self.group``, whose ranks must all call it.
 

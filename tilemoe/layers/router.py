@@ -1,4 +1,4 @@
-"""The linear router, which computes logits, and checks of what a custom router returns. `tilemoe.route` makes the plan.
+"""The linear router, which computes logits, and the checks of a custom router's output. `tilemoe.route` makes plans.
 
 T tokens · d hidden_size · E experts
 """
@@ -24,9 +24,9 @@ from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
 
 class _UpcastLinear(torch.autograd.Function):
-    """``x weight^T + bias`` in ``dtype``, saving the operands in their own dtype; autograd would save upcast copies.
+    """``x weight^T + bias`` in ``dtype``. It saves the operands in their own dtype; autograd would save upcast copies.
 
-    An fp32 copy of a 16-bit x has twice its bytes, as many as the pre-activations of a layer of fine-grained experts.
+    An fp32 copy of a 16-bit x has twice its bytes: as many as the pre-activations of fine-grained experts.
     """
 
     @staticmethod
@@ -55,9 +55,9 @@ class _UpcastLinear(torch.autograd.Function):
 class _HalfLinear(torch.autograd.Function):
     """`_UpcastLinear` in fp32 for operands of one 16-bit dtype, on a GPU's 16-bit tensor cores. Returns logits and x.
 
-    fp32 holds the product of two 16-bit numbers exactly (of fp16 ones too), and tensor cores accumulate in fp32. The
-    logits are therefore those of the upcast operands, except for the order of the sums, in a tenth of the time. The
-    gradients are rounded to the operands' dtype, as autograd does for any 16-bit linear layer.
+    fp32 holds the product of two bf16 or two fp16 numbers exactly, and tensor cores accumulate in fp32. The logits are
+    therefore those of the upcast operands, except for the order of the sums, in a tenth of the time. The gradients are
+    rounded to the operands' dtype, as autograd does for any 16-bit linear layer.
 
     The experts read the second output, x. Its gradient is added in the GEMM that computes the router's share of dx:
     autograd's own sum would read both shares and write a third tensor.
@@ -89,7 +89,7 @@ class _HalfLinear(torch.autograd.Function):
             dx = None
             if need_x:
                 dx = torch.mm(rounded, weight) if dx_of_rest is None else ops.input_grad(rounded, weight, dx_of_rest)
-            # fp32 output: a split-K GEMM over the tokens then keeps its partial sums in fp32, too.
+            # fp32 output: a split-K GEMM over the tokens then also keeps its partial sums in fp32.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
         return dx, d_weight, d_bias, None
@@ -99,7 +99,7 @@ class _HalfLinear(torch.autograd.Function):
 def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies matrices of ``dtype`` on ``device`` with fp32 accumulation and fp32 results.
 
-    It does so only with CUDA, and for fp16 only without ``allow_fp16_accumulation``.
+    Only CUDA does, and for fp16 only without ``allow_fp16_accumulation``.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -109,8 +109,8 @@ def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class RouterOutput(NamedTuple):
-    """logits (T, E) fp32 or fp64 · x (T, d): the input, for the experts to read, so that the router's backward can add
-    their dx to its own. It shares the input's memory and must not be written.
+    """logits (T, E) fp32 or fp64 · x (T, d): the input. The experts must read this x, so that the router's backward can
+    add their dx to its own; it shares the input's memory and must not be written.
     """
 
     logits: Tensor
@@ -120,8 +120,8 @@ class RouterOutput(NamedTuple):
 def checked_output(
     out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | None, expert_ids: Tensor | None
 ) -> RouterOutput | Routing:
-    """``out`` of a custom router for x (T, d), plain logits wrapped in a `RouterOutput`; ValueError: it does not fit
-    ``cfg`` or the arguments of the layer's forward.
+    """A custom router's output ``out`` for x (T, d), with plain logits wrapped in a `RouterOutput`. ValueError: it does
+    not fit ``cfg`` or the arguments of the layer's forward.
     """
     tokens, experts = x.shape[0], cfg.num_experts
     if isinstance(out, Tensor):
@@ -184,7 +184,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> RouterOutput:
         """x (T, d) -> `RouterOutput`. ValueError: x's shape or dtype is wrong, it is not on the weights' device, or no
-        kernel there computes the logits with the invariance that is asked for.
+        kernel for that device computes logits with ``cfg.invariance``.
         """
         require_tensors({"x": x})
         refuse_transforms("tilemoe.MoE", x, self.weight)
@@ -196,7 +196,7 @@ class Router(nn.Module):
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
             logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias, self.invariance)
-            return RouterOutput(logits, handed_on if x.requires_grad else x)  # x: else the experts would compute dx
+            return RouterOutput(logits, handed_on if x.requires_grad else x)  # x: or the experts would compute dx
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         return RouterOutput(_UpcastLinear.apply(x, self.weight, self.bias, dtype, self.invariance), x)
 
