@@ -1,4 +1,4 @@
-"""Auxiliary-loss-free load balancing: a selection bias per expert that follows the load (arXiv 2408.15664).
+"""Auxiliary-loss-free load balancing: a selection bias per expert, adjusted to its load (arXiv 2408.15664).
 
 E experts · L layers
 """
@@ -22,7 +22,7 @@ def update_selection_bias(
 ) -> None:
     """``bias += rate * sign(mean load - load)``, in place, for each layer, as in DeepSeek-V3.
 
-    biases: L buffers (E,) · pairs_per_expert (L, E) int32 or int64: this rank's pairs of each expert before rounding,
+    biases: L buffers (E,) · pairs_per_expert (L, E) int32 or int64: this rank's pairs per expert before rounding,
     summed over the micro-batches of one optimiser step. Call it once per step, from the training loop: an update inside
     the forward would run again whenever activation checkpointing repeats it. When torch.distributed is initialised, one
     all_reduce sums the loads over ``group`` (None: all ranks), whose ranks must all call this and get the same biases.
@@ -31,14 +31,14 @@ def update_selection_bias(
     _check(biases, pairs_per_expert, rate)
     check_group(group)
     load = sum_over_ranks(pairs_per_expert.long(), group)
-    # In integers, so that an expert with exactly the mean load gets sign 0 and not that of a rounding error.
+    # In integers, so that an expert with exactly the mean load gets sign 0 and not the sign of a rounding error.
     direction = torch.sign(load.sum(dim=-1, keepdim=True) - load * load.shape[-1])
     for bias, layer_direction in zip(biases, direction, strict=True):
         bias.add_(layer_direction.to(device=bias.device, dtype=bias.dtype), alpha=rate)
 
 
 def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """``counts`` summed over ``group`` (None: all ranks); ``counts`` itself when torch.distributed is not in use."""
+    """``counts`` summed over ``group`` (None: all ranks); ``counts`` itself if `num_ranks` is 1."""
     if num_ranks(group) == 1:
         return counts
     total = counts.clone()
@@ -47,7 +47,7 @@ def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
 
 def num_ranks(group: Any) -> int:
-    """Ranks of ``group`` (None: all ranks); 1 for a rank outside it, and when torch.distributed is not in use."""
+    """Number of ranks in ``group`` (None: all); 1 in a rank outside it, and without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     if group is not None and not isinstance(group, dist.ProcessGroup):

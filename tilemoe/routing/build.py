@@ -1,4 +1,4 @@
-"""Builders of `RoutingPlan` from expert ids. Shapes and dtypes are checked here; ids by the kernels that read them.
+"""Builders of `RoutingPlan` from expert ids. They check shapes and dtypes; the kernels check the ids they read.
 
 T tokens · E experts · K experts per token · P pairs · R rows
 """
@@ -17,7 +17,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
 
     An id >= num_experts is a sentinel: its pair is skipped. The capacity is R_max = T*K. There is no host sync.
 
-    ValueError: an argument's shape or dtype is wrong, or an id is negative; on a GPU ``plan.check()`` finds the latter.
+    ValueError: an argument's shape or dtype is wrong, or an id is negative (on a GPU, only ``plan.check()`` raises it).
 
     Examples:
         >>> tilemoe.plan_topk(torch.tensor([[0, 1], [0, 3]]), num_experts=3).rows_per_expert.tolist()  # 3 is skipped
@@ -29,13 +29,13 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
 
 
 def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> RoutingPlan:
-    """The `RoutingPlan` of any (token, expert) pairs, in any order, any number per token; its scores are (P,).
+    """The `RoutingPlan` of (token, expert) pairs, in any order and any number per token; its scores are (P,).
 
     token, expert (P,) int32 or int64, on one device. A repeated pair counts twice. An expert id >= num_experts is a
     sentinel: its pair is skipped.
 
     ValueError: an argument's shape, dtype or device is wrong, an expert id is negative, or a token is outside
-    [0, num_tokens); on a GPU ``plan.check()`` finds the latter two.
+    [0, num_tokens) (on a GPU, only ``plan.check()`` raises the latter two).
 
     Examples:
         >>> token, expert = torch.tensor([4, 0, 0]), torch.tensor([1, 1, 0])
@@ -58,12 +58,12 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
 
 
 def plan_rows(rows_per_expert: Tensor, num_rows: int) -> RoutingPlan:
-    """The plan of R rows already sorted by expert, each a token of its own with one expert; its scores are (R, 1).
+    """The plan of R rows already sorted by expert, each of them a token with one expert; its scores are (R, 1).
 
-    rows_per_expert (E) integers; rows past their sum, which pad a buffer, give 0. No count is read back.
+    rows_per_expert (E) integers; rows past their sum, which pad a buffer, give 0. There is no host sync.
     """
     ends = rows_per_expert.cumsum(0, dtype=torch.int32)
     rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     row_of_pair, row_start = torch.where(rows < ends[-1], rows, -1), torch.cat([ends.new_zeros(1), ends])
-    # A copy: launches of operands that share memory are not repeated.
+    # A copy: the launch cache does not replay launches whose operands share memory.
     return RoutingPlan(rows, rows.clone(), row_of_pair, None, row_start, ends.shape[0], num_rows, unchecked=True)

@@ -1,7 +1,7 @@
-"""Routing replay: record the expert ids that one forward chose, and check those that another forward is to use.
+"""Routing replay: record the expert ids that one forward chose, and check ids that another forward is to use.
 
-In reinforcement learning one program samples the policy and another trains it. Their rounding errors differ, so that a
-token's experts, and with them its log-probabilities, can differ (arXiv 2510.11370).
+In reinforcement learning one program samples the policy and another trains it. Their rounding errors differ, so a
+token's experts, and therefore its log-probabilities, can differ (arXiv 2510.11370).
 
 B sequences · S tokens each · T tokens · L MoE layers · E experts · K experts per token
 """
@@ -22,10 +22,10 @@ from tilemoe.runtime.tracing import can_be_read
 class RoutingRecord:
     """The expert ids of all forwards of a model's MoE layers. Pass it as ``record=`` to `DecoderLM` or `generate`.
 
-    A layer returns its ids (`MoEOutput.expert_ids`) and the model adds them to the record. Thus the forwards that
-    activation checkpointing repeats are not recorded twice, torch.compile sees tensors only, and there is no global
-    recording mode that could be left on. `expert_ids` returns ids in the format that inference engines return beside
-    the sampled tokens, (B, S, K) int32 for each layer, which is also the one that ``expert_ids=`` accepts.
+    A layer returns its ids (`MoEOutput.expert_ids`) and the model adds them to the record. So forwards that activation
+    checkpointing repeats are not recorded twice, torch.compile sees only tensors, and no global recording mode can be
+    left on by mistake. `expert_ids` returns (B, S, K) int32 ids for each layer: the format that inference engines
+    return with the sampled tokens, and that ``expert_ids=`` accepts.
 
     ValueError: see `add` and `expert_ids`. Source: arXiv 2510.11370.
 
@@ -60,8 +60,8 @@ class RoutingRecord:
         """All ids (L, B, S, K) with B = ``batch_size``: the calls are concatenated along S, in their order.
 
         One record holds successive forwards of the same sequences in the same order, such as a prompt and then one
-        token at a time with a key-value cache. Batches of other sequences need a record each. A token that
-        ``token_mask`` left out has ids E. Packed sequences count as one: ``batch_size=1``.
+        token at a time with a key-value cache. Use another record for other sequences. A token that ``token_mask``
+        excluded has ids E. Packed sequences count as one: ``batch_size=1``.
 
         ValueError: nothing was recorded, the layers recorded different numbers of tokens or of experts per token, or
         ``batch_size`` does not divide the tokens of a call.
@@ -101,8 +101,8 @@ def check_replayed_ids(
 ) -> None:
     """ValueError unless ``expert_ids`` can be replayed: (T, K) = ``shape``, int32 or int64, on ``device``.
 
-    On CPU, outside torch.compile, values are checked, too: ids in [0, E), none twice for a token. The ids of tokens
-    that ``token_mask`` (T,) leaves out may have any value.
+    On CPU, outside torch.compile, values are also checked: ids in [0, E), none twice for a token. The ids of tokens
+    that ``token_mask`` (T,) excludes may have any value.
     """
     check_ids("expert_ids", expert_ids, ndim=2)
     if tuple(expert_ids.shape) != shape:

@@ -17,7 +17,7 @@ from tilemoe.runtime.tensors import require_generator
 from tilemoe.runtime.tracing import is_in_backward, specialised, warn_once
 
 _DRAWING = ("stochastic", "nearest_score")
-_MAX_ROWS = 2**30  # kernels compute row numbers up to one block further, in int32
+_MAX_ROWS = 2**30  # kernels compute row numbers in int32, up to one block past the last row
 
 
 def rounds(cfg: MoEConfig, num_tokens: int, training: bool) -> bool:
@@ -47,16 +47,16 @@ def round_tokens(
 ) -> tuple[RoutingPlan, Tensor, Tensor]:
     """Round a top-K selection as ``cfg.rounding`` says; T is at least its tile.
 
-    Returns a plan, the scores (R_max,) of its rows, differentiable and 0 past R, and f (E,) int32.
+    Returns a plan; the scores (R_max,) of its rows, differentiable and 0 past R; and f (E,) int32.
 
-    logits (T, E) fp32 or fp64; expert_ids (T, K), E for a token that the mask leaves out; kept_scores (T, K): the
+    logits (T, E) fp32 or fp64; expert_ids (T, K), E for a token that the mask excludes; kept_scores (T, K): the
     scores of the top-K selection. Let S be the softmax or the sigmoid of the logits. Each expert ranks its f tokens by
     their kept scores, then all other tokens by S, ties going to the lower token, and takes the first r. Its own tokens
     keep their scores; the others get S times ``cfg.router.scale``. r is at most the number of unmasked tokens rounded
-    down to a multiple of the tile; if there are fewer of these than a tile, r = f.
+    down to a multiple of the tile; if there are fewer unmasked tokens than a tile, r = f.
 
-    The random modes draw ``torch.rand(E)`` in fp32 from ``generator`` (None: the default one of the logits' device),
-    once and before anything else. The draws are the same on any backend, and on all ranks with equal generator states.
+    The random modes begin by drawing ``torch.rand(E)`` in fp32 from ``generator`` (None: the default one of the logits'
+    device). The draws are the same on any backend, and on all ranks with equal generator states.
 
     ValueError: ``generator`` is not a generator or is on another device, or there could be more than 2^30 rows.
     """
@@ -66,7 +66,7 @@ def round_tokens(
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
     choice = choose_rounding(logits.device, logits.dtype, *specialised(cfg.num_experts))
     kept = kept_scores.detach()
-    if choice.name == "triton":  # its gradient for the logits includes the part through the kept scores
+    if choice.name == "triton":  # its logits' gradient includes the part through the kept scores
         spec = rounding_ops.spec_args(cfg, capacity)
         scores, *tensors = rounding_ops.rounded_scores(logits, expert_ids, kept, uniform, token_mask, *spec)[:7]
     else:
@@ -86,7 +86,7 @@ def round_tokens(
 def draw_uniform(
     num_experts: int, rounding: TokenRounding, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:
-    """The random draws (E,) fp32 in [0, 1) of a random mode; None for the other modes.
+    """The random draws (E,) fp32 in [0, 1) for a random mode; None for the other modes.
 
     ValueError: ``generator`` is not a generator or is on another device, or activation checkpointing repeats this
     forward with a generator given.
@@ -125,7 +125,7 @@ def _scores_of_rows(
 ) -> Tensor:
     """The score (R_max,) of each row, from all scaled scores (T, E) and the kept ones (T, K); 0 past R."""
     experts = scaled_scores.shape[1]
-    padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for skipped pairs
+    padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # an extra column for skipped pairs
     carried = padded.scatter(1, expert_ids.long().clamp(max=experts), kept_scores)
     rows = torch.arange(token_of_row.shape[0], dtype=torch.int32, device=token_of_row.device)
     expert_of_row = experts_of_rows(row_start, rows)  # E past R

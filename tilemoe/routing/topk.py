@@ -1,4 +1,4 @@
-"""Top-K routing: from logits to experts, scores and auxiliary losses.
+"""Top-K routing: chooses experts and computes scores and auxiliary losses from logits.
 
 T tokens · E experts · K experts per token · P pairs
 """
@@ -42,12 +42,12 @@ class Routing:
         plan: which rows each expert computes
         scores: (T, K) fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs; (R_max,), 0 past
             R, if rows are rounded
-        tokens_per_expert: (E,) int32 rows that each expert computes, of this rank's tokens
+        tokens_per_expert: (E,) int32 number of rows of this rank's tokens that each expert computes
         aux_loss: () fp32, balancing loss and z-loss, coefficients applied; 0 when the config has neither
-        pairs_per_expert: (E,) int32 pairs of each expert before rounding; None: the same as ``tokens_per_expert``
+        pairs_per_expert: (E,) int32 number of pairs before rounding; None: the same as ``tokens_per_expert``
         expert_ids: (T, K) int32 top-K selection before rounding, or the replayed one; E for a token that the mask
-            leaves out. None if a custom router has no such ids
-        statistics: (2E + 1,) for `aux_loss_of_layers`: pairs per token and probability of each expert, z-loss; or None
+            excludes. None if a custom router has no such ids
+        statistics: (2E + 1,) for `aux_loss_of_layers`: each expert's pairs per token and probability, z-loss; or None
         unchecked: True for attributes made by `route`, which are not checked again
 
     ValueError: the type, dtype or shape of an attribute is wrong.
@@ -76,7 +76,7 @@ class Routing:
         optional = {name: getattr(self, name) for name in ("pairs_per_expert", "expert_ids", "statistics")}
         require_tensors(needed, optional)
         plan, ids = self.plan, self.expert_ids
-        leading = (plan.num_tokens,) if plan.pair_start_of_token is None else ()  # as many pairs for every token
+        leading = (plan.num_tokens,) if plan.pair_start_of_token is None else ()  # every token has as many pairs
         fits = self.scores.ndim == 1 + len(leading) and self.scores.shape[: len(leading)] == leading
         fits = fits and self.scores.numel() == plan.num_pairs
         _require("scores", self.scores, FLOAT_DTYPES, fits, "(T, K) or (P,) with the pairs of plan")
@@ -124,28 +124,28 @@ def route(
     """Choose K of E experts for each token, as ``cfg.router`` says, in fp32, or fp64 for fp64 logits.
 
     logits (T, E), any float dtype; ties go to the expert with the lower id. A logit of -inf masks an expert: its score
-    is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32 is required with
-    ``cfg.router.selection_bias`` and refused without; it gets no gradient. token_mask (T,) bool or integers: a token
+    is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32 is required if
+    ``cfg.router.selection_bias`` is set, else refused; it gets no gradient. token_mask (T,) bool or integers: a token
     with False or 0 is excluded from routing (sentinel ids, scores 0), counts and losses, whatever its logits. Training
-    then rounds the rows as ``cfg.rounding`` says, see `tilemoe.routing.rounding.round_tokens`; the random modes draw
+    then rounds the rows as ``cfg.rounding`` says: see `tilemoe.routing.rounding.round_tokens`; the random modes draw
     from ``generator`` (None: the default one of the logits' device). The losses count the pairs before rounding.
 
-    expert_ids (T, K) int32 or int64 replays a selection. The scores are those that ``cfg.router`` gives these experts
-    from the present logits, with gradients; selection bias and groups have no effect, nothing is rounded, and counts
-    and losses are those of these experts. Ids of tokens that ``token_mask`` excludes are ignored. On a GPU a replay is
-    computed by plain PyTorch. There, and under torch.compile, the ids are not checked: one >= E is skipped, a negative
-    one is reported by ``plan.check()``, and an expert named twice counts twice.
+    expert_ids (T, K) int32 or int64 replays a selection. ``cfg.router`` computes the scores of these experts from the
+    present logits, with gradients; selection bias and groups have no effect, nothing is rounded, and counts and losses
+    are those of these experts. Ids of tokens that ``token_mask`` excludes are ignored. On a GPU, plain PyTorch computes
+    a replay. There, and under torch.compile, the ids are not checked: an id >= E is skipped, ``plan.check()`` reports a
+    negative one, and an expert named twice counts twice.
 
     Losses, over a rank's N unmasked tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum
     to K) and P_e the mean probability of e (arXiv 2101.03961, equation 4); ``z_loss_coef`` * mean of
     ``logsumexp(logits)^2`` (arXiv 2202.08906, equation 5). In training, when torch.distributed is initialised and there
     is a loss, one all_reduce sums pairs and N over ``group`` (None: all ranks), whose ranks must all make the same
-    calls in the same order. f_e is then that of the whole batch, and the mean of the ranks' losses is the loss of the
-    whole batch, even if the ranks have different numbers of tokens. A rank outside the group passes what
-    ``torch.distributed.new_group`` returned there, ``GroupMember.NON_GROUP_MEMBER``: then, as in evaluation, its losses
-    are those of its own tokens, without a collective.
+    calls in the same order. f_e then counts the whole batch, and the mean of the ranks' losses is the loss of the whole
+    batch, even if the ranks have different numbers of tokens. A rank outside the group passes
+    ``torch.distributed.new_group``'s result there, ``GroupMember.NON_GROUP_MEMBER``: then, as in evaluation, its losses
+    are those of its own tokens, and it calls no collective.
 
-    ValueError: an argument is invalid; the message names it. On CPU, outside torch.compile, values are checked, too: a
+    ValueError: an argument is invalid; the message names it. On CPU, outside torch.compile, values are also checked: a
     logit that is NaN or +inf, a token whose logits are all -inf, an expert id out of range or repeated for a token.
 
     Examples:
@@ -183,9 +183,9 @@ def route(
 
 @torch.no_grad()
 def router_entropy(logits: Tensor, router: RouterConfig, token_mask: Tensor | None = None) -> Tensor:
-    """The entropy of the router's probabilities over log E, for ``logits`` (T, E), mean over tokens: fp32 scalar.
+    """The entropy of the router's probabilities for ``logits`` (T, E), divided by log E: fp32 scalar, mean over tokens.
 
-    1 when all experts are equally likely, 0 when one is certain, and 0 for E = 1. token_mask (T,) bool: as in `route`.
+    It is 1 if all experts are equally likely, and 0 if one is certain or E = 1. token_mask (T,) bool: as in `route`.
     """
     logits = logits.detach().float()
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
@@ -244,7 +244,7 @@ def _select(
     if padding is not None:
         expert_ids = expert_ids.masked_fill(padding, cfg.num_experts)
         scores = scores.masked_fill(padding, 0.0)
-    # Products and sums, not a matrix product, which autocast would compute in its own dtype.
+    # Products and sums in place of a matrix product, which autocast would compute in its own dtype.
     weight = torch.ones_like(logits[:, 0]) if token_mask is None else token_mask.to(logits.dtype)
     probability_sums = z_sum = None
     if router.aux_loss_coef:
@@ -256,7 +256,7 @@ def _select(
 
 @torch.no_grad()
 def _choose(logits: Tensor, all_scores: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> Tensor:
-    """(T, K) int64 expert ids, best first, by all_scores (T, E), the logits with ``softmax_after_topk``."""
+    """(T, K) int64 expert ids, best first, by all_scores (T, E), which are the logits with ``softmax_after_topk``."""
     router = cfg.router
     # -inf is reserved for experts that cannot be chosen: those of other groups and those chosen already. A masked
     # expert has the lowest finite value, whatever its bias.
@@ -290,7 +290,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -> Tensor:
-    """(T, K) scores of the chosen experts, from all scores (T, E), or the logits with ``softmax_after_topk``."""
+    """(T, K) scores of the chosen experts, from all_scores (T, E), which are the logits with ``softmax_after_topk``."""
     kept = all_scores.gather(1, expert_ids)
     if router.softmax_after_topk:
         kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
@@ -318,12 +318,12 @@ def _aux_loss(
     training: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Balancing loss (arXiv 2101.03961, eq. 4) and z-loss (arXiv 2202.08906, eq. 5), fp32 scalar; the statistics."""
+    """(balancing loss (arXiv 2101.03961, eq. 4) + z-loss (arXiv 2202.08906, eq. 5), fp32 scalar; statistics)."""
     scores, num_experts = chosen.scores, pairs_of_expert.shape[0]
     if chosen.probability_sums is None and chosen.z_sum is None:
         return torch.zeros((), dtype=torch.float32, device=scores.device), None
     counts = pairs_of_expert
-    # Without a mask the host knows the number of tokens, so that the device need not compute it.
+    # Without a mask the host knows the number of tokens, and the device need not compute it.
     tokens: Tensor | int = scores.shape[0] if token_mask is None else token_mask.sum()
     ranks = num_ranks(group) if training and dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
@@ -331,7 +331,7 @@ def _aux_loss(
         everywhere = sum_over_ranks(torch.cat([counts.long(), here.long()[None]]), group)
         counts, tokens = everywhere[:-1], everywhere[-1]
     tokens = tokens.clamp(min=1).to(scores.dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
-    share = ranks / tokens  # of each real token in the mean of the ranks' losses
+    share = ranks / tokens  # each unmasked token's weight: the mean over ranks makes it 1 / tokens
     aux_loss_coef, z_loss_coef = specialised(router.aux_loss_coef, router.z_loss_coef)
     z_loss = None if chosen.z_sum is None else z_loss_coef * share * chosen.z_sum
     if chosen.probability_sums is not None and router.aux_loss_over == "model":
@@ -348,8 +348,8 @@ def _aux_loss(
 
 
 def aux_loss_of_layers(statistics: Tensor, router: RouterConfig) -> Tensor:
-    """One balancing loss of L layers, and the sum of their z-losses, from the rows of `Routing.statistics`
-    (L, 2E + 1): fp32 scalar ``aux_loss_coef * E * sum_e f_e P_e + z``, with f_e and P_e the means over the layers.
+    """One balancing loss of L layers plus the sum of their z-losses: fp32 scalar ``aux_loss_coef * E * sum_e f_e P_e +
+    z``, where f_e and P_e are means over the layers. statistics (L, 2E + 1): each layer's `Routing.statistics`.
     """
     num_experts = statistics.shape[1] // 2
     pairs_per_token, probability = statistics[:, :-1].mean(dim=0).split(num_experts)
@@ -358,7 +358,7 @@ def aux_loss_of_layers(statistics: Tensor, router: RouterConfig) -> Tensor:
 
 
 def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> Tensor:
-    """(T, E) probabilities, which sum to one for each token; for sigmoid scores, each over their sum."""
+    """(T, E) probabilities, which sum to one for each token; sigmoid scores are divided by their sum."""
     if router.softmax_after_topk:
         return torch.softmax(logits, dim=-1)
     if router.score == "softmax":
@@ -375,8 +375,8 @@ def _normalized(scores: Tensor) -> Tensor:
 class _Normalized(torch.autograd.Function):
     """``p = u / (sum u + eps)`` and ``du = (dp - <dp, p>) / (sum u + eps)`` for u (T, N).
 
-    Autograd divides each term before it subtracts them. With one kept score (K = 1), where p is 1 and du is 0, that
-    leaves the rounding error of both: up to 2e-5 of the router's gradient, which then comes from its losses alone.
+    Autograd would divide each term before it subtracts them. With one kept score (K = 1), where p is 1 and du is 0,
+    that leaves both rounding errors: up to 2e-5 of the router's gradient, which then comes from its losses alone.
     """
 
     @staticmethod
@@ -393,12 +393,12 @@ class _Normalized(torch.autograd.Function):
 
 def _total(scores: Tensor) -> Tensor:
     """(T, 1) ``sum u + eps``; eps avoids 0 / 0 when all scores underflow."""
-    # A literal: dynamic=True makes a module's float symbolic, with a new symbol for each use in a graph.
+    # A literal: torch.compile(dynamic=True) makes a module's float symbolic, with a new symbol for each use.
     return scores.sum(dim=-1, keepdim=True) + 1e-20
 
 
 def checked_mask(token_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """``token_mask`` as bool. ValueError: it is neither bool nor integers, or does not fit."""
+    """``token_mask`` as bool. ValueError: it is neither bool nor integers, or has another shape or device."""
     token_mask = as_mask(token_mask)
     _check_fits("token_mask", token_mask, shape, torch.bool, device)
     return token_mask
@@ -437,10 +437,10 @@ def _check_fits(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def _check_values(logits: Tensor) -> None:
-    """`NonFiniteLogitsError` for a token that cannot be routed; checked only on CPU, outside torch.compile."""
+    """Raises `NonFiniteLogitsError` if a token cannot be routed; checked only on CPU, outside torch.compile."""
     if not can_be_read(logits) or logits.shape[0] == 0:
         return
-    # The maximum is NaN, +inf or -inf exactly when the token has a NaN, a +inf, or nothing finite.
+    # A token's maximum is NaN, +inf or -inf exactly when it has a NaN, a +inf, or no finite logit.
     best = logits.detach().amax(dim=-1)
     bad = (~best.isfinite()).nonzero()
     if bad.numel():
