@@ -1,4 +1,4 @@
-"""Expert parallelism by all-to-all: each token is sent once to every process that holds some of its experts.
+"""The expert-parallel dispatcher: sends each token once to every process that holds some of its experts.
 
 T tokens of this process · M tokens at its experts · W processes (ranks) that share a layer's experts
 E experts · d model width
@@ -26,15 +26,15 @@ _INT32_MAX = 2**31 - 1
 class AllToAllDispatcher:
     """Experts ``[r e, (r + 1) e)`` live in the group's rank r; all its ranks call the layer together.
 
-    A token is sent once to each rank that holds any of its experts, with a score and an index for each of these. There
-    the experts' outputs are summed with their scores, and only that sum comes back.
-    If the experts compute in FP8, a token is sent in FP8, as is the gradient of its output (docs/fp8.md).
-    A process may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W
-    processes' tokens, summed and divided by ``gradient_divide_factor``.
+    A token is sent once to each rank that holds any of its experts, with a score and an index for each of these. That
+    rank computes the score-weighted sum of its experts' outputs, and returns only that sum.
+    If the experts compute in FP8, tokens and the gradients of their outputs are sent in FP8 (docs/fp8.md).
+    A process may have no tokens, and a process' experts may get none. An expert's gradient is the sum over all W
+    processes' tokens, divided by ``gradient_divide_factor``.
 
-    Tokens travel by the `Transports` of the group: `tilemoe.dispatch.window`, where the host reads no sizes, buffers
-    have a fixed capacity, and the backward pulls the M tokens again; or `tilemoe.dispatch.collective`, where the host
-    waits for the sizes in the forward, and the M tokens are saved.
+    The group's `Transports` choose how tokens are sent: by `tilemoe.dispatch.window`, where the host reads no sizes,
+    buffers have a fixed capacity, and the backward pulls the M tokens again; or by `tilemoe.dispatch.collective`, where
+    the host waits for the sizes in the forward, and the M tokens are saved.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class AllToAllDispatcher:
         gradient_divide_factor: float = 1.0,
         precision_of: Callable[[Tensor], str] | None = None,
     ) -> None:
-        """``transports``: the group's; the layers of a model share it. ``precision_of(x)``: the one of
-        `tilemoe.config.PRECISIONS` in which the experts compute x (T, d), given in the dtype that they get; None: they
-        never quantise.
+        """``transports``: the group's; the layers of a model share it. ``precision_of(x)``: which of
+        `tilemoe.config.PRECISIONS` the experts compute x (T, d) in; x has the dtype that they get. None: they never
+        quantise.
 
         ValueError: the group's ranks do not divide ``num_experts``.
         """
@@ -69,7 +69,7 @@ class AllToAllDispatcher:
             )
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))  # as the experts would do, but before x is sent
+            x = x.to(torch.get_autocast_dtype(kind))  # the experts would cast it, too, but after it is sent
         precision = "bf16" if self._precision_of is None else self._precision_of(x)
         return self.transports.of(x.device).dispatch(x, plan, scores, precision, self._room)
 
@@ -89,9 +89,9 @@ class AllToAllDispatcher:
 
 
 class _DivideGradient(torch.autograd.Function):
-    """The weight, unchanged. Its gradient is divided, in place: the experts have just made it for this weight alone.
+    """Returns the weight, and divides its gradient in place: the experts have just made it for this weight alone.
 
-    Traced, a Function that changes its gradient in place behaves differently.
+    When traced, it makes a new tensor: a traced Function that changes its gradient in place behaves differently.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The dispatcher interface (dispatch to the experts' processes, combine), and the dispatcher for one process.
+"""The dispatcher interface (dispatch tokens to the experts' processes, combine), and the dispatcher for one process.
 
 T tokens of this process · M tokens at its experts · d model width · E experts · e experts of this process · P pairs
 """
@@ -15,7 +15,7 @@ from tilemoe.plan import RoutingPlan
 
 
 class Sent(Protocol):
-    """What `combine` needs of a `dispatch`."""
+    """What a `Dispatcher`'s `combine` needs from its `dispatch`."""
 
     def combine(self, o: Tensor) -> Tensor:
         """See `Dispatcher`."""
@@ -25,7 +25,7 @@ class Sent(Protocol):
 class Dispatched(NamedTuple):
     """The inputs of this process' experts; ``tilemoe.moe(x, w1, w2, plan, scores)`` is the output to combine.
 
-    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: what `combine` needs,
+    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: what `combine` needs;
     None if nothing was sent
     """
 
@@ -36,8 +36,8 @@ class Dispatched(NamedTuple):
 
 
 class LayerRoom:
-    """One layer's room in this process. rows: how many it can receive, 0 before any were sent · index (1,) int32: the
-    layer's number, on the device.
+    """One layer's room in this process. rows: the most rows that it can receive; 0 before any were sent · index (1,)
+    int32, on the device: the layer's number.
     """
 
     rows = 0
@@ -46,41 +46,41 @@ class LayerRoom:
 
 class Capacity(Protocol):
     """Room for the rows that ranks receive, fixed before their number is known. Each layer has its own on each rank
-    (`LayerRoom`), up to ``rows``, which is the same on all ranks of a group.
+    (`LayerRoom`), at most ``rows``, which is the same on all ranks of a group.
 
-    What does not fit makes outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
-    dispatch raises, as soon as the host has heard of it, unless ``is_watched`` says that somebody asks after each step.
+    Rows that do not fit make outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
+    dispatch raises once the host sees the overflow, unless ``is_watched``: then the caller checks after each step.
     """
 
     is_watched: bool
 
     @property
     def rows(self) -> int:
-        """The most that any layer can have room for; 0 before anything was sent."""
+        """The most rows that any layer can have room for; 0 before anything was sent."""
         ...
 
     def overflow(self) -> Tensor:
-        """(3,) integers on the device: what did not fit first of the rows that a rank was to receive, and of the tokens
-        that it had, 0 where all did; the layer of those rows.
+        """(3,) integers on the device about the first overflow: the rows that a rank was to receive, the tokens that a
+        rank had (each 0 if all fitted), and the layer of those rows.
         """
         ...
 
     def check(self) -> None:
-        """ValueError if something did not fit; it waits for the device."""
+        """ValueError if something did not fit. A host sync."""
         ...
 
     def grow(self, rows: int, layer: int | None = None) -> None:
-        """Make room for these and some more, in one layer or in all. RuntimeError: there is no memory for them."""
+        """Make room for ``rows`` and some more, in ``layer`` (None: in all). RuntimeError: there is no memory."""
         ...
 
     def forget(self) -> None:
-        """Forget what was learnt: no layer has less room than a layer of which nothing is known."""
+        """Forget what `learn` was told: every layer has at least the room that a new layer gets."""
         ...
 
     def learn(self, rows: Sequence[int], most: int) -> None:
-        """Give each layer room for as many rows as this rank received there, and few more. ``most``: rows that any of
-        the group's ranks received in any layer. All ranks call it. RuntimeError: there is no memory for those; then
-        nothing has changed.
+        """Give each layer room for slightly more rows than this rank received there (``rows``). ``most``: the most rows
+        that any of the group's ranks received in any layer. All ranks must call it. RuntimeError: there is no memory
+        for ``most``; then nothing has changed.
         """
         ...
 
@@ -101,12 +101,12 @@ class Dispatcher(Protocol):
         ...
 
     def capacity(self, device: torch.device) -> Capacity | None:
-        """Of what is sent from this device; None: there is room for any number of rows."""
+        """The `Capacity` for rows sent from ``device``; None: any number of rows fits."""
         ...
 
 
 class LocalDispatcher:
-    """All experts are in this process, and nothing is sent."""
+    """The dispatcher if all experts are in this process: it sends nothing."""
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         return Dispatched(x, plan, scores, None)

@@ -1,4 +1,4 @@
-"""Choose the transport of a process group."""
+"""Chooses the transport by which a process group exchanges tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Transports:
-    """The transport of one group. All ranks make it together when rows are first sent, because their device decides.
+    """The transport of one group. All ranks make it together when rows are first sent, since it depends on the device.
 
     ``exchange``: "collective", by ``all_to_all_single``; "symmetric", through windows in memory that all GPUs read;
-    "auto", the latter if it is possible. All ``layers`` share the window. ``keep_received``: see `ParallelConfig`;
+    "auto", "symmetric" if it is possible. All ``layers`` share the window. ``keep_received``: see `ParallelConfig`;
     ``max_tokens``: see `expert_parallel`.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, exchange: str = "auto", keep_received: bool = False, max_tokens: int = 0
     ) -> None:
-        """ValueError: an argument is none of these."""
+        """ValueError: an argument is invalid."""
         require_choice("exchange", exchange, EXCHANGES)
         require_bool("keep_received", keep_received)
         require_int("max_tokens", max_tokens, 0)
@@ -36,7 +36,7 @@ class Transports:
         self._made: dict[torch.device, Collective | Windows] = {}
 
     def of(self, device: torch.device) -> Collective | Windows:
-        """ValueError: symmetric memory was asked for and is not possible, with the reason."""
+        """The transport for ``device``. ValueError: ``exchange`` is "symmetric" and that is not possible; says why."""
         if device not in self._made:
             self._made[device] = self._make(device)
         return self._made[device]

@@ -1,10 +1,10 @@
-"""Expert parallelism by ``all_to_all_single``, on any device and over several hosts; the host reads the sizes.
+"""Exchange of tokens by ``all_to_all_single``, on any device and over several hosts; the host reads the sizes.
 
 T tokens of this process · W ranks · M tokens at its experts · C copies of tokens sent · P pairs sent · Q pairs
 received · d model width
 
 x and do are sent to the experts; o and dx come back. If the experts compute in FP8, x and do are quantised before they
-are sent, once per token and as the experts' GEMMs do it; o and dx are partial sums and are not.
+are sent, once per token and as the experts' GEMMs do it; o and dx are partial sums and are not quantised.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Way(NamedTuple):
-    """Rows from here to each rank, and from each rank to here."""
+    """The numbers of rows from this rank to each rank, and from each rank to this one."""
 
     out: list[int]
     into: list[int]
 
     def back(self) -> Way:
-        """That of the same rows on their way back."""
+        """The numbers for sending the same rows back."""
         return Way(self.into, self.out)
 
 
 class SentByCollective(NamedTuple):
-    """Where this process' tokens were sent. Copies of tokens, and pairs, are ordered by the rank that they go to.
+    """Where this process' tokens were sent. Copies of tokens, and pairs, are ordered by the rank they are sent to.
 
     token_of_copy (C) · copy_of_token (T W), token-major, -1 for ranks that a token is not sent to · position_of_pair
     (P): for each pair sent, the index of its score in the scores
@@ -65,15 +65,15 @@ class Collective:
 
     @torch.compiler.disable  # a graph cannot contain sizes that the host reads
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
-        """See `Dispatcher`. precision: in what x and do are sent, "bf16", their own dtype, or "fp8", e4m3. room: not
-        used, as any number of rows fits.
+        """See `Dispatcher`. precision: "bf16" sends x and do in their own dtype, "fp8" in e4m3. room: not used, since
+        any number of rows fits.
         """
         return Dispatched(*_ToExperts.apply(x, scores, plan, self.group, precision))
 
 
 class _ToExperts(torch.autograd.Function):
-    """x (T, d) and scores, shaped for the plan -> those at this rank's experts: tokens (M, d), their plan, scores (Q,)
-    in fp32 or fp64; and the `SentByCollective`.
+    """x (T, d) and scores, shaped for the plan -> what this rank's experts receive: tokens (M, d), their plan, scores
+    (Q,) in fp32 or fp64; and the `SentByCollective`.
     """
 
     @staticmethod
@@ -156,9 +156,9 @@ def _sums_home(rows: Tensor, sent: SentByCollective) -> Tensor:
     copies = _all_to_all(rows, sent.tokens.back(), sent.group)
     ranks = len(sent.tokens.out)
     total = copies.new_empty(len(sent.copy_of_token) // ranks, copies.shape[1])
-    if len(copies) == 0:  # no token was routed, but there may be tokens
+    if len(copies) == 0:  # no token was sent, but there may be tokens
         return total.zero_()
-    # The copies as a routing whose experts are the ranks: combine_grad of it is the sum over a token's copies.
+    # combine_grad, of a plan whose experts are the ranks and whose rows are the copies, sums over a token's copies.
     first_copy = torch.tensor([0, *sent.tokens.out], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     first_copy = first_copy.to(copies.device, non_blocking=True)
     arrays = (sent.token_of_copy, sent.token_of_copy, sent.copy_of_token, None, first_copy)
@@ -169,12 +169,12 @@ def _sums_home(rows: Tensor, sent: SentByCollective) -> Tensor:
 
 
 def _way(by_source: list[list[list[int]]], here: int, column: int) -> Way:
-    """From the numbers (source, destination, tokens and pairs)."""
+    """The `Way` of rank ``here``, from counts indexed [source][destination][``column``: 0 tokens, 1 pairs]."""
     return Way([to[column] for to in by_source[here]], [source[here][column] for source in by_source])
 
 
 def _all_to_all(rows: Tensor, way: Way, group: dist.ProcessGroup) -> Tensor:
-    """The rows for this rank, of each rank's rows, which are grouped by the rank that they go to."""
+    """The rows that all ranks send to this one; each rank's ``rows`` are grouped by destination."""
     arrived = rows.new_empty(sum(way.into), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), way.into, way.out, group=group)
     return arrived

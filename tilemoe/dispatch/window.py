@@ -1,11 +1,11 @@
-"""Windows in symmetric memory: opened by all ranks together, with room for what a step needs, and replaced by larger
-ones.
+"""Windows in symmetric memory. All ranks open one together, with room for what a step needs, and replace it by a larger
+one if a step needs more.
 
 W ranks · T tokens, P pairs of this rank · Q pairs that it receives
 
-What a window has room for is fixed while it is open (`Limits`), and what a layer receives within a step (`LayerRoom`);
-what arrives is known on the device alone. What does not fit makes the layer's output NaN on every rank, and is kept in
-the window's state until `Windows.check` reads it.
+A window's room is fixed while it is open (`Limits`), a layer's room within a step (`LayerRoom`); only the device knows
+how many rows arrive. If they do not fit, the layer's output is NaN on every rank, and the window's state keeps the
+number of rows until `Windows.check` reads it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.device import why_no_triton
 
 T = TypeVar("T")
-SLACK_ROWS = 1024  # of a window's capacity: few tokens are routed less evenly than many
-_ROUNDED = 128  # limits are multiples
-_SPARE = 1 / 40  # of the rows that a layer received: room for as many more
-_STEPS = 128  # of room, as shares of the pairs: few layouts, so that launches recorded for one serve many layers
+SLACK_ROWS = 1024  # added to a window's capacity: few tokens are routed less evenly than many
+_ROUNDED = 128  # limits are rounded up to multiples of this
+_SPARE = 1 / 40  # a layer's spare room, as a share of the rows that it received
+_STEPS = 128  # a layer's room is in steps of pairs / 128: few layouts, so that recorded launches serve many layers
 _EAGER_FIRST = "all ranks open a window together: call the model once outside of torch.compile before fullgraph=True"
 _names = itertools.count()
 
@@ -52,7 +52,7 @@ _names = itertools.count()
 def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the group's ranks cannot exchange rows through a window, in a few words; None if they can.
 
-    All ranks must call it. Each tells the others what it sees, so all get the same answer.
+    All ranks must call it. They all-gather their own answers, so all get the same one.
     """
     found = all_gather_object(group, (socket.gethostname(), _why_unsupported_here(group, device)))
     if len({host for host, _ in found}) > 1:
@@ -76,21 +76,21 @@ def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str
 
 
 def all_gather_object(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """All-gather of an object: each rank's, in rank order."""
+    """The objects ``mine`` of all ranks, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
-# Memory that all ranks of a group can read: ((this rank's, what keeps the others'), the addresses (W) in this process).
+# Memory that all ranks of a group can read: ((this rank's, what keeps the others' alive), W addresses in this process).
 Memory = tuple[tuple[Tensor, Any], list[int]]
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Memory:
-    """``size`` bytes of PyTorch's symmetric memory, with a header of zeros. RuntimeError on all ranks if one has no
-    room.
+    """``size`` bytes of PyTorch's symmetric memory, with a header of zeros. RuntimeError on all ranks if any rank lacks
+    memory.
     """
-    torch.cuda.empty_cache()  # it is not from the caching allocator, which may hold all free memory
+    torch.cuda.empty_cache()  # the caching allocator may hold all free memory, and does not serve this
     memory, problem = None, None
     try:
         memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
@@ -106,12 +106,12 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) 
     memory[:HEADER_BYTES].zero_()
     handle = symm_mem.rendezvous(memory, group)
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # all flags are 0 before anybody sets one
+    dist.barrier(group)  # all flags must be 0 before any rank sets one
     return (memory, handle), list(handle.buffer_ptrs)
 
 
 class SentByWindow(NamedTuple):
-    """What `combine` needs of a `dispatch`."""
+    """What `combine` needs from a `Windows.dispatch`."""
 
     places: Places
     precision: str
@@ -126,11 +126,11 @@ class SentByWindow(NamedTuple):
 
 
 class Windows:
-    """The window of a group of ranks that all ``layers`` of a model share, and the larger ones that replace it.
+    """The window that a group of ranks shares for all ``layers`` of a model, and the larger ones that replace it.
 
-    capacity: the rows that a rank can receive in a layer of which nothing is known, as a share of the most pairs that
-    one sends, plus `SLACK_ROWS`. max_tokens: for which there is room from the start, where some rank will have more
-    than any at first.
+    capacity: a new layer's room for received rows is this times the most pairs that a rank sends, plus `SLACK_ROWS`.
+    max_tokens: room for this many tokens per rank from the start, in case some rank will later have more than any rank
+    has at first.
     """
 
     def __init__(
@@ -145,20 +145,20 @@ class Windows:
     ) -> None:
         self._keep_received, self._max_tokens, self.is_watched = keep_received, max_tokens, False
         self._group, self._device, self._allocate, self._capacity = group, device, allocate, capacity
-        self._layers, self._usual = layers, 0  # the room of a layer of which nothing is known
+        self._layers, self._usual = layers, 0  # a new layer's room
         self.here, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._window: OpenWindow | None = None
-        self._captured: list[OpenWindow] = []  # replaced since, but graphs have their addresses
+        self._captured: list[OpenWindow] = []  # replaced windows whose addresses CUDA graphs use
         self._limits = Limits(0, 0, 0, 1, 0)
         self._alarm = torch.zeros(2, dtype=torch.int32).numpy()
 
     def with_room(self, tokens: int, pairs: int, score_words: int, row_bytes: int) -> OpenWindow:
-        """A window for these: T, P, and the sizes of a score and of a row, which are the same on all ranks.
+        """A window with room for T tokens, P pairs, and scores and rows of these sizes, which are equal on all ranks.
 
-        ValueError: this rank has more tokens or pairs than ever, and another has not. It has no room for them then.
+        ValueError: this rank has more tokens or pairs than fit, but another rank does not: then no window grows.
         """
         limits = self._limits
-        grows = score_words > limits.score_words or row_bytes > limits.row_bytes  # on all ranks, as they have one model
+        grows = score_words > limits.score_words or row_bytes > limits.row_bytes  # on all ranks alike
         if self._window is not None and not grows and (tokens > limits.tokens or pairs > limits.pairs):
             grows = self._do_all_grow(tokens, pairs)
             if not grows:
@@ -170,13 +170,13 @@ class Windows:
         if self._window is None or grows:
             rows, _, layer = self.overflow().tolist()
             self._open(Limits(tokens, pairs, 0, score_words, row_bytes))
-            self.overflow()[0], self.overflow()[2] = rows, layer  # of a window that had no room for them
+            self.overflow()[0], self.overflow()[2] = rows, layer  # from the window that had no room for them
             self._alarm[0] = rows
         assert self._window is not None, "just opened"
         return self._window
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
-        """See `Dispatcher`. precision: see `Sent`. room: of this layer."""
+        """See `Dispatcher`. precision: "bf16" sends x and do in their dtype, "fp8" in e4m3. room: this layer's."""
         if not self.is_watched and not torch.compiler.is_compiling() and self._alarm.any():
             self.check()
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
@@ -184,7 +184,7 @@ class Windows:
         window = self.with_room(plan.num_tokens, plan.num_pairs, s.element_size() // 4, row_bytes)
         if room.rows == 0:
             self._begin()
-        rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may be larger
+        rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may take all room
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         received, s, *rest = to_experts(x, s, *arrays, room.index, rows, precision, window)
         node = None if torch.compiler.is_compiling() or self._keep_received else received.grad_fn
@@ -203,7 +203,7 @@ class Windows:
         return self._window.view.state[NEEDED_ROWS.value : NEEDED_LAYER.value + 1]
 
     def check(self) -> None:
-        """ValueError if the output of some layer is NaN since the last check, because rows did not fit; a host sync."""
+        """ValueError if, since the last check, a layer's output is NaN because rows did not fit. A host sync."""
         rows, tokens, layer = self.overflow().tolist()
         if rows or tokens:
             self._clear()
@@ -216,11 +216,11 @@ class Windows:
             )
 
     def grow(self, rows: int, layer: int | None = None) -> None:
-        """Room for ``rows`` pairs and an eighth more, or for all that there are: a larger window, if this one is too
-        small. layer: that has it; None: all have. All ranks must call it. RuntimeError: they have no memory for it.
+        """Make room for ``rows`` pairs and an eighth more, at most for all pairs of all ranks; opens a larger window if
+        needed. layer: the layer that gets the room; None: all. All ranks must call it. RuntimeError: no memory.
         """
         if self._window is None:
-            return  # there is room for the first batch, whatever it is
+            return  # the first window fits the first batch
         self._clear()
         wanted = self._at_most_all(_rounded(rows + rows // 8))
         self._widen(wanted)
@@ -245,18 +245,18 @@ class Windows:
         return self._at_most_all(-(-int(rows * (1 + _SPARE)) // step) * step)
 
     def _at_most_all(self, rows: int) -> int:
-        """A room that is not empty, and not for more than all pairs of all ranks."""
+        """``rows``, but at least 1 and at most all pairs of all ranks."""
         return max(1, min(rows, _rounded(self._limits.pairs * self.ranks)))
 
     def _widen(self, rows: int) -> None:
-        """Open a window for so many, if they are too many for this one."""
+        """Open a window with room for ``rows``, if this one is too small."""
         if rows > self.rows:
             self._open(self._limits._replace(capacity=rows))
 
     @torch.compiler.disable(reason=_EAGER_FIRST)
-    @torch.inference_mode(False)  # what is made here outlives the call that needs it first
+    @torch.inference_mode(False)  # tensors made here outlive the call
     def _begin(self) -> None:
-        """For layers of which nothing is known."""
+        """Give new layers their room and their number."""
         for index, layer in enumerate(self._layers):
             if layer.rows == 0:
                 layer.rows = self._usual
@@ -265,16 +265,16 @@ class Windows:
     @torch.compiler.disable(reason=_EAGER_FIRST)
     @torch.inference_mode(False)
     def _open(self, more: Limits) -> None:
-        """A window for the largest of these limits, of those so far, and of the other ranks'."""
+        """Open a window for the largest of ``more``, the limits so far, and the other ranks' limits."""
         asked = all_gather_object(self._group, tuple(map(max, more, self._limits)))
         limits = Limits(*(max(each) for each in zip(*asked, strict=True)))
-        if limits.tokens > self._limits.tokens:  # and the next batches may have still more
+        if limits.tokens > self._limits.tokens:  # leave room: later batches may have still more
             pairs_per_token = -(-limits.pairs // limits.tokens)
             limits = limits._replace(tokens=max(limits.tokens + limits.tokens // 4, self._max_tokens))
             limits = limits._replace(pairs=max(limits.pairs, limits.tokens * pairs_per_token))
         tokens, pairs = _rounded(limits.tokens), _rounded(limits.pairs)
         usual = _rounded(min(int(limits.pairs * self._capacity) + SLACK_ROWS, limits.pairs * self.ranks))
-        if pairs > self._limits.pairs:  # what layers received of fewer says nothing
+        if pairs > self._limits.pairs:  # rows received from fewer pairs predict nothing
             self._usual = max(self._usual, usual)
             for layer in self._layers:
                 layer.rows = 0
@@ -296,8 +296,8 @@ class Windows:
 
     @torch.compiler.disable(reason=_EAGER_FIRST)
     def _do_all_grow(self, tokens: int, pairs: int) -> bool:
-        """Whether all ranks have more tokens or pairs than there is room for: an exchange in place of the layer's
-        own.
+        """Whether all ranks have more tokens or pairs than there is room for. It makes one exchange in place of the
+        layer's own.
         """
         assert self._window is not None, "it has no room for them"
         view = self._window.view
@@ -308,7 +308,7 @@ class Windows:
         return int(counts[3]) == self.ranks
 
     def _clear(self) -> None:
-        """Forget what did not fit."""
+        """Reset the record of what did not fit."""
         self.overflow().zero_()
         self._alarm[:] = 0
 
