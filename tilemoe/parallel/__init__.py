@@ -1,4 +1,4 @@
-"""A model on many processes: meshes, FSDP2 and expert parallelism, by PyTorch's own engines."""
+"""A model on many processes: meshes, FSDP2 and expert parallelism, built on torch.distributed."""
 
 from tilemoe.parallel.expert import expert_parallel
 from tilemoe.parallel.gradients import clip_gradients

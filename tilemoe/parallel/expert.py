@@ -1,10 +1,10 @@
 """Expert parallelism of any module: each process keeps a shard of every layer's experts.
 
 The stacked parameters (E, ...) of each experts module become DTensors sharded on E over one dimension of a mesh, and an
-all-to-all dispatcher brings the module its tokens. What a process is left with is sharded by FSDP2 over the mesh's
-other dimensions, each experts module by itself, so that a later fully_shard of the rest skips it. An expert's gradient
-is a sum over the dimension's processes and is divided by their number, so that FSDP's mean over the others makes it the
-mean over all, as it makes every other parameter's.
+all-to-all dispatcher brings the module its tokens. FSDP2 shards each process' share over the mesh's other dimensions,
+each experts module by itself, so that a later fully_shard of the rest skips it. An expert's gradient is the sum over
+the expert dimension's processes, divided by their number; FSDP's mean over the other dimensions then makes it the mean
+over all processes, as for every other parameter.
 
 E experts · e experts of a process
 """
@@ -29,8 +29,8 @@ from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora import PackedLoRAExperts
 from tilemoe.runtime.random import local_of
 
-_FSDP = "fsdp"  # of a dimension that is added to a mesh without one
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks
+_FSDP = "fsdp"  # the dimension that is added to a mesh which has only the expert dimension
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
 
 
 def expert_parallel(
@@ -46,8 +46,8 @@ def expert_parallel(
     keep_received: bool = False,
     max_tokens: int = 0,
 ) -> None:
-    """Divide the experts of every MoE layer in ``module``, in place: of `tilemoe.MoE`, with adapters or without, and
-    of transformers' models under ``experts_implementation="tilemoe"``, with PEFT's adapters or without.
+    """Divide the experts of every MoE layer in ``module``, in place: of `tilemoe.MoE`, with or without adapters, and of
+    transformers' models with ``experts_implementation="tilemoe"``, with or without PEFT's adapters.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("fsdp", "expert"))
         expert_parallel(model, mesh)
@@ -55,32 +55,32 @@ def expert_parallel(
             fully_shard(layer)  # the rest of it, over all processes
         fully_shard(model)
 
-    Call it with the same weights in every process, or on the meta device, and make the optimiser afterwards. From
-    then on all processes of ``dim`` call every layer together, each with tokens of its own, or with none. A dimension
-    of one process leaves everything as it is.
+    Call it with the same weights in every process, or on the meta device, and make the optimiser afterwards. From then
+    on all processes of ``dim`` must call every layer together, each with its own tokens, or with none. If ``dim`` has
+    one process, nothing changes.
 
     Args:
-        mesh: of all processes that train ``module``. It has the dimension ``dim``, over which experts are divided,
-            evenly and in order; beside it none, one, over which FSDP2 shards each process' share, or two, of copies
-            and of shards.
-        gradient_divide_factor: of an expert's gradient, which is the sum over the processes of ``dim``. None: their
-            number, for FSDP, or whatever sums over the other processes, takes a mean. 1 where that is a sum.
-        reshard_after_forward: `fully_shard`'s, of the experts.
-        mp_policy: likewise. Their inputs are never cast: scores stay as precise as the router made them. Neither are
-            parameters beside weights in 4 bit.
+        mesh: all processes that train ``module``. Its dimension ``dim`` divides the experts, evenly and in order. One
+            more dimension, if any, is where FSDP2 shards each process' share; two more are replicas, then shards.
+        gradient_divide_factor: divides an expert's gradient, which is the sum over the processes of ``dim``. None:
+            the number of these processes, right if FSDP (or other code) averages over the other processes. Pass 1 if
+            it sums over them.
+        reshard_after_forward: `fully_shard`'s, for the experts.
+        mp_policy: likewise. The experts' inputs are never cast, so that scores keep the router's precision; nor are the
+            parameters of experts with weights in 4 bits.
         offload_policy: likewise.
-        exchange: how tokens are sent: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
-            the group, which calls for parts of one model should share.
-        keep_received: see `ParallelConfig`. Like max_tokens of no effect beside `Transports`, which have their own.
-        max_tokens: the most tokens that a process has in a forward, where their number varies: there is room for a
-            quarter more than any had at first, and for more only where all processes have more.
+        exchange: how tokens are sent: "collective", "symmetric" or "auto", see `ParallelConfig`; or the group's
+            `Transports`, which should be shared if parts of one model are divided by separate calls.
+        keep_received: see `ParallelConfig`. Like max_tokens, ignored if ``exchange`` is a `Transports`: it has its own.
+        max_tokens: the most tokens that a process has in a forward, if their number varies. Without it there is room
+            for a quarter more than any process had at first, and for more only once all processes have more.
 
     Raises:
-        ValueError: there is no MoE layer, or none that can be divided; the mesh has no dimension ``dim``, or not all
-            processes, or does not divide the experts; another argument is none of the above. Then nothing has changed.
+        ValueError: there is no MoE layer, or one that cannot be divided; the mesh lacks the dimension ``dim`` or some
+            processes, or does not divide the experts; another argument is invalid. Then nothing has changed.
 
     Examples:
-        In a job of one process; with more, each keeps its share of w1, w2 (E, ., .).
+        In a job of one process; with more, each process keeps its share of w1, w2 (E, ., .).
 
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
@@ -117,7 +117,7 @@ def expert_parallel(
             mp_policy=dataclasses.replace(policy, param_dtype=None) if isinstance(layer, PackedLoRAExperts) else policy,
             offload_policy=offload_policy or OffloadPolicy(),
         )
-    # DistributedDataParallel leaves these alone: their gradients are means over all processes already.
+    # DistributedDataParallel must ignore these: their gradients are already means over all processes.
     divided = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     vars(module)[_IGNORED] = [*vars(module).get(_IGNORED, ()), *divided]
 
@@ -125,7 +125,7 @@ def expert_parallel(
 def divide_experts(
     layers: list[nn.Module], mesh: DeviceMesh, transports: Transports, gradient_divide_factor: float = 1.0
 ) -> None:
-    """Shard these experts modules over the 1-D ``mesh``, without FSDP.
+    """Shard the experts modules ``layers`` over the 1-D ``mesh``, without FSDP.
 
     ``transports``: the mesh's. ValueError: the mesh does not divide a layer's experts; then nothing has changed.
     """
@@ -151,10 +151,10 @@ def divide_experts(
 
 
 def even_placements(experts: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
-    """The expert parameters that FSDP shards by rows, dimension 1. It shards the others by whole experts, its default.
+    """The expert parameters that FSDP must shard by rows, dimension 1; it shards the others by whole experts.
 
-    A parameter is sharded by rows if ``ranks`` do not divide its experts but divide its rows: else some rank would hold
-    no expert, and gather as much as the others.
+    A parameter is sharded by rows if ``ranks`` divides its rows but not its experts: otherwise some rank would hold no
+    expert, and still gather as much as the others.
     """
     placements: dict[nn.Parameter, Shard] = {}
     for parameter in experts.parameters(recurse=False):
@@ -165,7 +165,7 @@ def even_placements(experts: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]
 
 
 def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
-    """(..., E) rows that each expert computes, from the counts (..., E) of this process' tokens.
+    """(..., E) number of rows that each expert computes, from the counts (..., E) of this process' tokens.
 
     Under expert parallelism they are summed over the processes that share the experts of ``module``; all must call it.
     """
@@ -177,8 +177,8 @@ def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
 
 
 def rows_of_ranks(module: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
-    """(..., W) rows of each of the W processes that share the experts of ``module``, from `rows_of_experts`; and which
-    of them this one is.
+    """(number of rows (..., W) of each of the W processes that share the experts of ``module``, this one's rank among
+    them). ``rows``: from `rows_of_experts`.
     """
     group = _group_of(module)
     ranks, here = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
@@ -186,7 +186,7 @@ def rows_of_ranks(module: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
 
 
 def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
-    """Of the processes that share its experts."""
+    """The process group that shares the experts of ``module``; None: each process has all of them."""
     dispatchers = (layer.dispatcher for layer in module.modules() if isinstance(layer, Experts))
     return next((each.transports.group for each in dispatchers if isinstance(each, AllToAllDispatcher)), None)
 
@@ -225,7 +225,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
-    """The 1-D mesh that divides experts and the one, 1-D or 2-D, over which FSDP shards a process' share."""
+    """The 1-D mesh that divides experts, and the mesh, 1-D or 2-D, over which FSDP shards a process' share."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one by init_device_mesh")
     require_text("dim", dim)
@@ -253,7 +253,7 @@ def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def _check_sharding(reshard: object, mp_policy: object, offload_policy: object, ranks: int) -> None:
-    """ValueError unless `fully_shard` takes these for a share that ``ranks`` processes hold."""
+    """ValueError unless `fully_shard` accepts these options for a share that ``ranks`` processes hold."""
     of_ranks = type(reshard) is int and 0 < reshard <= ranks and ranks % reshard == 0
     if not (reshard is None or isinstance(reshard, bool) or of_ranks):
         raise ValueError(

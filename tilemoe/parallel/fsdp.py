@@ -28,10 +28,10 @@ from tilemoe.runtime.weight_cache import promise_unchanged_weights
 
 
 def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
-    """Shard a block with FSDP2: one all-gather for it, and one for experts that are divided or in 4 bit.
+    """Shard a block with FSDP2: one all-gather for it, and one more for experts that are divided or in 4 bits.
 
-    ``transports``: those of the processes that share a layer's experts; None: every process has all experts. The last
-    block stays gathered after its forward, since its backward comes next.
+    ``transports``: of the group that shares a layer's experts; None: every process has all experts. The last block
+    stays gathered after its forward, since its backward comes next.
     """
     reshard = meshes.config.reshard_after_forward and not is_last
     experts = block.mlp.experts if isinstance(block.mlp, MoE) else None
@@ -46,7 +46,7 @@ def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, 
         )
         _sum_gradients(experts)
         experts = None
-    elif isinstance(experts, PackedLoRAExperts):  # apart: what they store is never cast
+    elif isinstance(experts, PackedLoRAExperts):  # by themselves: their storage is never cast
         experts.as_floats()
         _shard(experts, meshes.fsdp, replace(meshes.config, param_dtype=None), reshard, experts)
         experts = None
@@ -54,9 +54,9 @@ def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, 
 
 
 def shard_adapted(model: HFDecoder, meshes: Meshes) -> None:
-    """Shard a model of transformers' own class, whose layers are whole in each process until then, layer by layer.
+    """Shard a model of a transformers class layer by layer; each process must hold all of it before.
 
-    ValueError: experts in 4 bit, of which a process takes whole ones, are not divided evenly.
+    ValueError: the processes do not divide the experts in 4 bits, which are sharded by whole experts.
     """
     shards = meshes.config.shard
     for weight in model.parameters():
@@ -73,7 +73,7 @@ def shard_adapted(model: HFDecoder, meshes: Meshes) -> None:
 
 
 def shard_rest(model: DecoderLM | HFDecoder, meshes: Meshes) -> None:
-    """The embeddings, the head and the last norm, gathered from the forward to the end of the backward."""
+    """Shard the embeddings, the head and the last norm; they stay gathered from forward to the end of backward."""
     _shard(model, meshes.fsdp, meshes.config, False, None)
     register_fsdp_forward_method(model, "next_logits")
     if meshes.experts is not None and isinstance(model, DecoderLM):
@@ -81,14 +81,14 @@ def shard_rest(model: DecoderLM | HFDecoder, meshes: Meshes) -> None:
 
 
 def micro_batches(config: ParallelConfig) -> AbstractContextManager[None]:
-    """Context manager for a step's micro-batches: weights that stay gathered between them are quantised once."""
+    """Context manager for a step's micro-batches: weights that stay gathered between them are quantised only once."""
     return nullcontext() if config.between_micro_batches == "nothing" else promise_unchanged_weights()
 
 
 def begin_micro_batch(model: nn.Module, config: ParallelConfig, *, is_last: bool) -> None:
-    """Call it before the forward of each micro-batch of a step, of a sharded model and of any other.
+    """Call it before the forward of each micro-batch of a step, whether or not the model is sharded.
 
-    What ``config.between_micro_batches`` names stays whole in this process until the last one's backward.
+    What ``config.between_micro_batches`` names stays unsharded in this process until the last micro-batch's backward.
     """
     if config.between_micro_batches == "nothing" or not isinstance(model, FSDPModule):
         return
@@ -97,7 +97,7 @@ def begin_micro_batch(model: nn.Module, config: ParallelConfig, *, is_last: bool
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, config: ParallelConfig, reshard: bool, experts: Experts | None) -> None:
-    """``experts``: those whose parameters are among the module's that are not sharded yet."""
+    """Apply FSDP2 to ``module``. ``experts``: its experts, if their parameters are not sharded yet."""
     placements = {} if experts is None else even_placements(experts, mesh.size(mesh.ndim - 1))
     fully_shard(
         module,
@@ -110,20 +110,20 @@ def _shard(module: nn.Module, mesh: DeviceMesh, config: ParallelConfig, reshard:
 
 
 def _policy(config: ParallelConfig) -> MixedPrecisionPolicy:
-    """Inputs are not cast: the embeddings make the blocks' activations, and the rotary angles stay in fp32."""
+    """Inputs are not cast: the embeddings set the activations' dtype, and the rotary angles must stay in fp32."""
     return MixedPrecisionPolicy(_dtype(config.param_dtype), _dtype(config.reduce_dtype), cast_forward_inputs=False)
 
 
 def _sum_gradients(sharded: nn.Module) -> None:
-    """Reduce gradients by sum, not mean: the loss is scaled instead, which can weigh processes differently."""
+    """Reduce gradients by sum, not mean: scaling the loss instead can weigh processes differently."""
     assert isinstance(sharded, FSDPModule)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _prefetch(model: DecoderLM) -> None:
-    """Gather a block ahead by name: the host waits for the sizes of each exchange, too long to find out by itself."""
-    gathers: list[list[FSDPModule]] = [  # a block is the first of its own modules
+    """Prefetch the next block explicitly: the host waits for each exchange's sizes, so FSDP's own order is late."""
+    gathers: list[list[FSDPModule]] = [  # a block is the first of its modules
         [module for module in block.modules() if isinstance(module, FSDPModule)] for block in model.blocks
     ]
     for gathered, following in pairwise(gathers):

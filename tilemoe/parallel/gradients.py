@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _EPSILON = 1e-6  # as PyTorch's
-# The mesh, the dimensions of it that divide a tensor, and where this process has its share.
+# The mesh, the mesh dimensions that shard a tensor, and the device of this process' shard.
 _Sharing = tuple[DeviceMesh | None, tuple[int, ...], torch.device]
 
 
@@ -25,10 +25,10 @@ def clip_gradients(
     """Clip the gradients to the global norm ``max_norm`` (0: no clipping); returns the norm before, a scalar.
 
     It takes the arguments of `torch.nn.utils.clip_grad_norm_`, which supports one mesh at a time. Here parameters may
-    be plain tensors, the same in every process, and DTensors of any meshes: the norms of the meshes are combined into
-    one scale for all. All processes must call it, and all get the same norm. PyTorch also scales DTensors one by one,
-    which is slow on the host; here the local shards are scaled by one call for each mesh. Gradients keep their dtype
-    and shape (E, ...) or any other.
+    be plain tensors, the same in every process, and DTensors of any meshes: the norms of all meshes are combined into
+    one scale. All processes must call it, and all get the same norm. PyTorch also scales DTensors one by one, which is
+    slow on the host; this function scales the local shards by one call per mesh. Gradients may have any shape, such as
+    (E, ...), and keep it and their dtype.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -46,7 +46,7 @@ def clip_gradients(
         raise ValueError(f"norm_type must be positive, 2 or 'inf' for example, got {norm_type:g}")
     groups: dict[_Sharing, list[Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-        # Without a gradient, too, which another process may have: all reduce the same groups.
+        # Also without a gradient, since another process may have one: all must reduce the same groups.
         if parameter.requires_grad or parameter.grad is not None:
             gradients = groups.setdefault(_sharing(parameter), [])
             if parameter.grad is not None:
@@ -73,7 +73,7 @@ def _sharing(parameter: Tensor) -> _Sharing:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This process' share of the gradient, which is placed as the parameter is: a sum's terms are added up first."""
+    """This process' shard of the gradient, redistributed to the parameter's placements first (a partial sum, say)."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         assert gradient is not None
@@ -84,15 +84,15 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _norm(gradients: list[Tensor], sharing: _Sharing, norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm over this process' shards and the others': one all-reduce per mesh dimension that shards them."""
+    """The norm over the shards of all processes: one all-reduce per mesh dimension that shards them."""
     mesh, divided, device = sharing
-    filled = [gradient for gradient in gradients if gradient.numel()]  # nothing has no largest element
+    filled = [gradient for gradient in gradients if gradient.numel()]  # the inf norm of an empty tensor is an error
     norm = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(device)
-    norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # a square in fp16 overflows from 256 on
+    norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # squares overflow fp16 from 256 on
     if mesh is None:
         return norm
     is_largest = norm_type == float("inf")
-    power = norm.masked_fill(norm.isnan(), norm_type) if is_largest else norm.pow(norm_type)  # a maximum may lose NaN
+    power = norm.masked_fill(norm.isnan(), norm_type) if is_largest else norm.pow(norm_type)  # MAX may drop NaN
     for dim in divided:
         dist.all_reduce(power, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
     return power if is_largest else power.pow(1 / norm_type)

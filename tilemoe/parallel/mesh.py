@@ -1,7 +1,7 @@
 """The meshes of a job: which processes share what.
 
-A process' rank is ``(replicate index * shard + shard index) * expert + expert index``: those that share a layer's
-experts, which exchange the most, are neighbours, on one host wherever that has enough of them.
+A process' rank is ``(replicate index * shard + shard index) * expert + expert index``. Processes that share a layer's
+experts exchange the most, so their ranks are consecutive: they are on one host if it has enough processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Meshes:
     """The device meshes of one job; every process is in each of them.
 
     config          with its sizes filled in
-    fsdp            shards parameters that all processes share: 1-D, or 2-D (replicate, fsdp) where a model has copies
-    experts         `expert_parallel`'s: its dimension "expert" divides each layer's experts, the others shard and copy
-                    the share of a process; None where every process has all of them
+    fsdp            shards parameters that all processes share: 1-D, or 2-D (replicate, fsdp) if the model has replicas
+    experts         for `expert_parallel`: its dimension "expert" divides each layer's experts, the others replicate and
+                    shard a process' share; None if every process has all experts
     """
 
     config: ParallelConfig
@@ -39,9 +39,9 @@ class Meshes:
 
 
 def build_meshes(config: ParallelConfig, model: ModelConfig | HFBase, device_type: str) -> Meshes:
-    """The `Meshes` of a job, for ``config`` with its sizes filled in. All processes must call it.
+    """The `Meshes` of a job; their ``config`` has its sizes filled in. All processes must call it.
 
-    It uses no device memory before it has checked the sizes.
+    It checks the sizes before it uses device memory.
 
     ValueError: torch.distributed is not initialised, or `ParallelConfig.for_job` refuses.
 

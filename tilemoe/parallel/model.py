@@ -1,4 +1,4 @@
-"""A decoder on the processes of a job: checkpointing, expert parallelism, compilation and FSDP2, in that order."""
+"""Parallelises a decoder: activation checkpointing, expert parallelism, compilation and FSDP2, in that order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def parallelize(
 ) -> None:
     """Shard ``model`` over the processes of ``meshes``, in place, as ``meshes.config`` says.
 
-    A model on the meta device is materialised on ``device``, if given, when it is sharded, each process drawing its own
-    part: its weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Any other must hold
-    the same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
+    A model on the meta device is materialised on ``device``, if given, once it is sharded; each process draws its own
+    shards. Its weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Other models must
+    hold the same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
 
     Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
-    ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
+    ``(out.loss + out.aux_loss) / meshes.world_size`` if all have equally many labels. All processes must call forward
     and backward together.
 
     ValueError: an argument is invalid; the message names it.
