@@ -1,6 +1,6 @@
 """tilemoe: mixture-of-experts training in PyTorch, fast, memory-lean and tile-aware.
 
-Importing this package imports neither torch nor anything else heavy: public names load on first use (PEP 562).
+Importing this package imports neither torch nor other heavy modules: public names load on first use (PEP 562).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The registry of activation functions: for each name its value, its gradient, and whether it is gated.
+"""The registry of activation functions: each name's value, gradient, and whether it is gated.
 
 R routed rows · n expert width
 
 A gated activation takes gate and up, (R, n) each; an ungated one takes z (R, n). Both return ``a`` (R, n), computed in
-the dtype of their inputs (fp32 or fp64). The formulas use tensor methods only: this file does not import torch, so that
-`tilemoe.config` can read the names without it.
+the dtype of their inputs (fp32 or fp64). The formulas use only tensor methods and this file does not import torch, so
+that `tilemoe.config` can read the names without torch.
 
 The Triton versions, under the same names, are in `tilemoe.kernels.experts.triton.activations`.
-`tilemoe.kernels.experts.torch.activations` applies the functions of this file to a stored pre-activation.
-`tilemoe.reference` has independent definitions, on purpose. A new activation needs an entry in all three: see the diff
-in CONTRIBUTING.md.
+`tilemoe.kernels.experts.torch.activations` applies this file's functions to a stored pre-activation.
+`tilemoe.reference` has independent definitions, on purpose. A new activation needs an entry here, in the Triton ones,
+and in the reference: see the diff in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ActivationSpec:
     """A registered activation with its parameters and its memory layout; hashable.
 
     ``gate_up``: the column order of h (R, 2n), "concatenated" ([gate; up]) or "interleaved" (gate0, up0, gate1, ...).
-    ``limit`` is the clamp of swiglu_oai and swiglu_clamped, ``alpha`` the sigmoid's slope in swiglu_oai.
+    ``limit`` is the clamp bound of swiglu_oai and swiglu_clamped, ``alpha`` the sigmoid's slope in swiglu_oai.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Activation:
     value    (gate, up, spec) or (z, spec) -> a.
     grad     (gate, up, da, spec) -> (a, dgate, dup), or (z, da, spec) -> (a, dz): recomputes a and backpropagates
              ``da``. As in PyTorch, the derivative of relu at 0 is 0, and that of a clamp at its bound is 1.
-    limit, alpha    defaults of ``activation_limit`` and ``activation_alpha``; None: there is no such parameter.
+    limit, alpha    defaults of ``activation_limit`` and ``activation_alpha``; None: it has no such parameter.
     """
 
     is_gated: bool
@@ -126,7 +126,7 @@ def _relu2(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _swiglu_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
-    from torch.nn.functional import silu  # here, because the names are read without torch
+    from torch.nn.functional import silu  # imported here, because names are read without torch
 
     return silu(gate) * up  # silu is one fused kernel, in place of a sigmoid and a product
 
@@ -167,7 +167,7 @@ REGISTRY: dict[str, Activation] = {
 
 
 def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
-    """Raise ValueError unless ``name`` is registered and limit and alpha are given only where it has them."""
+    """ValueError unless ``name`` is registered, and limit and alpha are None if it has no such parameter."""
     require_choice("activation", name, REGISTRY)
     for parameter, value in (("limit", limit), ("alpha", alpha)):
         if value is None:
@@ -184,15 +184,15 @@ def validate_activation(name: str, limit: float | None, alpha: float | None) -> 
 def activation_spec(
     name: str, gate_up: str = "concatenated", limit: float | None = None, alpha: float | None = None
 ) -> ActivationSpec:
-    """The `ActivationSpec` of a registered name, None filled in; ValueError: it is unknown or lacks the parameter."""
+    """The `ActivationSpec` of ``name``; None: the default. ValueError: it is unknown or lacks a given parameter."""
     if limit is not None or alpha is not None:
         limit, alpha = _specialised(limit, alpha)
     if limit is not None or alpha is not None or not isinstance(name, str) or name not in REGISTRY:
         validate_activation(name, limit, alpha)
     entry = REGISTRY[name]
     if entry.limit is None:
-        return ActivationSpec(name, gate_up, math.inf, 1.0)  # PyTorch 2.11 makes a dataclass' defaults symbolic, too
-    # The defaults, too: torch.compile(dynamic=True) makes numbers symbolic that it reads from a table.
+        return ActivationSpec(name, gate_up, math.inf, 1.0)  # literals: PyTorch 2.11 makes defaults symbolic
+    # Specialise the defaults, too: torch.compile(dynamic=True) makes numbers read from a table symbolic.
     limit, alpha = _specialised(limit or entry.limit, alpha or entry.alpha)
     return ActivationSpec(name, gate_up, limit, 1.0 if alpha is None else alpha)
 

@@ -21,7 +21,7 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 def shown(value: Any) -> str:
-    """``value`` for a message: its repr on one line, truncated; of tensors and arrays only the type, without a read."""
+    """``value`` for a message: its repr on one line, truncated; only the type of tensors and arrays, without a read."""
     if hasattr(type(value), "dtype"):
         return type(value).__name__
     if isinstance(value, int) and value.bit_length() > 64:
@@ -31,14 +31,14 @@ def shown(value: Any) -> str:
 
 
 def told(error: BaseException | str) -> str:
-    """A text, or an error's message or type, on one line: no name that a file has or gives steers the terminal."""
+    """A text, or an error's message or type, on one line, without control characters that could steer a terminal."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", text)
 
 
 def parse_json(text: str | bytes, of_table: Callable[[dict[str, Any]], Any] = dict) -> Any:
-    """What JSON ``text`` says, each table as ``of_table`` makes it. ValueError: it is no JSON, or a table has a name
-    twice, of which one reader would take the first and another the last.
+    """The value of JSON ``text``; ``of_table`` converts each table. ValueError: it is not JSON, or a table has a name
+    twice, where one reader would take the first value and another the last.
     """
 
     def table(pairs: list[tuple[str, Any]]) -> Any:
@@ -80,7 +80,7 @@ def require_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
-    """The entry of ``table`` called ``name``, case-insensitive, - and _ being equal; ValueError: there is none."""
+    """The entry of ``table`` called ``name``; case, and - or _, do not matter. ValueError: there is none."""
     entries = {spelled(key): value for key, value in table.items()}
     if not isinstance(name, str) or spelled(name) not in entries:
         raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {shown(name)}")
@@ -99,7 +99,7 @@ def require_type(name: str, value: Any, cls: type) -> None:
 
 
 def require_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value or re.search(_CONTROL, value):  # shown, it would steer the terminal
+    if not isinstance(value, str) or not value or re.search(_CONTROL, value):  # these could steer a terminal
         raise ValueError(f"{name} must be a non-empty text without control characters, got {shown(value)}")
 
 
@@ -123,8 +123,8 @@ def require_fields(
 ) -> None:
     """ValueError unless each field of the dataclass ``config`` fits its annotation; ``where`` prefixes its name.
 
-    A bool; a choice of a Literal; an integer >= 0, or >= its entry in ``at_least``; a finite float >= 0, or > 0 if
-    named in ``positive``. None passes where the annotation allows it. Fields of other types are not checked.
+    Checked are bools; choices of a Literal; integers: >= 0, or >= their entry in ``at_least``; finite floats: >= 0, or
+    > 0 if named in ``positive``. None passes where the annotation allows it. Fields of other types are not checked.
     """
     for name, hint in _hints_of(config.__class__).items():
         value, label = getattr(config, name), where + name

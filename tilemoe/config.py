@@ -32,15 +32,15 @@ GATE_UP_LAYOUTS, PRECISIONS, CHECKPOINTING_MODES = get_args(GateUp), get_args(Pr
 SAVES = get_args(Save)
 EXCHANGES, KEPT_BETWEEN_MICRO_BATCHES, ROUNDING_MODES = get_args(Exchange), get_args(Kept), get_args(RoundingMode)
 FP8_BLOCK = 128  # elements of a row that share a scale
-# Least width of an operand, and least product of both, for which a weight gradient is faster with FP8 operands: these
-# have to be copied, transposed, in a time that grows with the sum of the widths, the GEMM's with their product.
+# A weight gradient is faster with FP8 operands if both widths, and their product, are at least these: FP8 operands are
+# copied transposed, in time proportional to the sum of the widths, while the GEMM's time grows with their product.
 # Measured with 2048 rows and more per expert (docs/fp8.md).
 FP8_WGRAD_WIDTH, FP8_WGRAD_ELEMENTS = 1024, 2048 * 2048
 
 
 def quantizes_wgrad(by_token: int, by_row: int) -> bool:
-    """Whether down_proj_wgrad or up_proj_wgrad reads FP8: by_token, the width of x or do, and by_row, that of dh or
-    a_scaled."""
+    """Whether down_proj_wgrad or up_proj_wgrad reads FP8 operands. ``by_token``: the width of x or do; ``by_row``: the
+    width of dh or a_scaled."""
     return min(by_token, by_row) >= FP8_WGRAD_WIDTH and by_token * by_row >= FP8_WGRAD_ELEMENTS
 
 
@@ -59,19 +59,19 @@ class RouterConfig:
     """How router logits become K experts and their scores.
 
     Attributes:
-        score: the score function: softmax over all experts, or a sigmoid for each.
+        score: the score function: softmax over all experts, or one sigmoid per expert.
         softmax_after_topk: select on the logits, then take the softmax of the K selected ones (gpt-oss, Granite).
         normalize: divide the K selected scores by their sum (+ 1e-20).
-        scale: factor of the scores, applied last (DeepSeek's routed_scaling_factor).
+        scale: factor by which the scores are multiplied last (DeepSeek's routed_scaling_factor).
         selection_bias: add a per-expert fp32 buffer to the scores for the selection only (aux-loss-free balancing).
         num_groups: number of contiguous groups that the experts are divided into.
-        top_groups: number of groups that are eligible: those with the largest sums of their two best biased scores
-            (DeepSeek-V3).
+        top_groups: number of groups whose experts may be selected: the groups with the largest sums of their two best
+            biased scores (DeepSeek-V3).
         bias: the router's linear map has a trainable bias (gpt-oss).
         aux_loss_coef: coefficient of Switch's load-balancing loss (arXiv 2101.03961, equation 4); 0 disables it.
         z_loss_coef: coefficient of the router z-loss (arXiv 2202.08906, equation 5); 0 disables it.
-        aux_loss_over: a model has the sum of each "layer"'s balancing loss, or one "model"-wide, as in transformers.
-        add_aux_loss: whether `DecoderLM` returns these losses if given labels, as transformers' output_router_logits.
+        aux_loss_over: "layer": the sum of one balancing loss per layer; "model": one over all, as in transformers.
+        add_aux_loss: whether `DecoderLM` given labels returns these losses, like transformers' output_router_logits.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -154,8 +154,8 @@ class TokenRounding:
     """Round each expert's number of rows to a multiple of ``tile`` in training, so that its GEMMs have no ragged tile.
 
     Rounding down drops the rows with the lowest scores among those that top-K gave the expert; rounding up adds the
-    other tokens with the highest scores. The mode decides between the two: "nearest" takes the nearer multiple, down
-    at one half; "stochastic" goes up with probability remainder / tile; "nearest_score" goes up with probability
+    other tokens with the highest scores. The mode decides between the two: "nearest" takes the nearer multiple, the
+    lower at a tie; "stochastic" goes up with probability remainder / tile; "nearest_score" goes up with probability
     dropped / (dropped + added), the sums of the scores that rounding down would drop and rounding up would add;
     "balance" keeps the total number of rows within half a tile of top-K's; "up" and "down" are fixed. ``tile`` is a
     power of two, 128 for GPUs.
@@ -172,10 +172,10 @@ class TokenRounding:
         [0, 0, 0, 0]
     """
 
-    # Drops an expert's least sure tokens, or adds the likeliest others, so that its GEMMs have no ragged tile: for
-    # training on a GPU where experts are wide and have few tiles of rows each. Any of these options turns rounding on.
+    # Drops an expert's lowest-scored tokens, or adds the highest-scored others, so that its GEMMs have no ragged tile.
+    # For training wide experts with few tiles of rows each on a GPU. Setting any of these options turns rounding on.
     mode: RoundingMode = "nearest"
-    tile: int = 128  # rows that each expert's are a multiple of, a power of two: 128 for GPUs
+    tile: int = 128  # each expert's rows become a multiple of this power of two: 128 for GPUs
 
     def __post_init__(self) -> None:
         require_fields("rounding.", self, at_least={"tile": 16})
@@ -191,14 +191,14 @@ class MoEConfig:
     ``activation_alpha`` of ``swiglu_oai`` alone (1.702).
     ``shared_intermediate_size``: width of the shared expert, 0 for none. ``shared_gate``: multiply its output by the
     sigmoid of a linear map of the token.
-    ``precision`` of the routed experts' GEMMs: "bf16" uses the operands' own dtype, "fp8" quantises them where the
-    backend supports it (`tilemoe doctor` says where, and why not; docs/fp8.md how).
-    ``save``: how the routed experts' pre-activations are saved for backward, "full" in their own dtype or "fp8" in
-    e4m3, about half the memory of 16 bits. FP8 affects the gradients and not the output; it needs n, or 2n where gated,
+    ``precision`` of the routed experts' GEMMs: "bf16" uses the operands' own dtype; "fp8" quantises the operands where
+    the backend supports it (`tilemoe doctor` says where, and why not; docs/fp8.md explains how).
+    ``save``: how the routed experts' pre-activations are saved for backward: "full", in their own dtype, or "fp8", in
+    e4m3, about half the memory of 16 bits. FP8 changes the gradients but not the output; it needs n, or 2n if gated,
     to be a multiple of 128.
-    ``invariance``: "batch" computes a token's output with the same bits whatever other tokens its batch has, in
-    training and inference (docs/replay.md). It needs a GPU that runs the Triton kernels, and excludes a shared expert
-    and rounding.
+    ``invariance``: with "batch" a token's output has the same bits whatever other tokens are in its batch, in training
+    and inference (docs/replay.md). It needs a GPU that runs the Triton kernels, and excludes a shared expert and
+    rounding.
 
     Raises:
         ValueError: a size or a setting is out of range, or two contradict each other; the message names them.
@@ -277,7 +277,7 @@ class MoEConfig:
         return self.intermediate_size * (2 if self.is_gated else 1)
 
     def require_learnable_router(self) -> None:
-        """ValueError: a token's one score is the same whatever the logits, so that the router gets no gradient."""
+        """ValueError if each token's one score is the same for all logits: the router would get no gradient."""
         constant = [name for name in ("normalize", "softmax_after_topk") if getattr(self.router, name)]
         if self.num_experts_per_tok == 1 < self.num_experts and constant:
             raise ValueError(
@@ -292,8 +292,8 @@ class ModelConfig:
 
     ``qk_norm`` selects the Hugging Face architecture to which the weights map one to one: queries and keys are
     normalised over each "head" (Qwen3-MoE), over all heads at once ("full", OLMoE), or not ("none", Mixtral).
-    With ``moe=None`` every block is dense; otherwise those whose indices are in ``dense_layers``. Dense blocks have
-    the width ``dense_intermediate_size``.
+    With ``moe=None`` every block is dense; otherwise the blocks whose indices are in ``dense_layers`` are. Dense blocks
+    have the width ``dense_intermediate_size``.
 
     Raises:
         ValueError: a size is out of range, or two contradict each other; the message names them.
@@ -365,25 +365,25 @@ class ParallelConfig:
 
     Attributes:
         replicate: number of copies of the model (HSDP).
-        shard: processes over which FSDP shards each copy; 0: the number of processes / (replicate * expert).
-        expert: expert-parallel processes, over which each layer's experts are divided; their ranks are consecutive. All
+        shard: processes over which FSDP shards each copy; 0 means the number of processes / (replicate * expert).
+        expert: number of expert-parallel processes that divide each layer's experts; their ranks are consecutive. All
             other parameters are sharded over these processes, too.
         param_dtype: dtype in which FSDP gathers parameters and blocks compute; None: the dtype of the parameters. The
             optimiser's parameters keep their own dtype in either case.
         reduce_dtype: dtype in which gradients are summed; None: ``param_dtype``.
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward.
         between_micro_batches: what each process keeps unsharded between the micro-batches of a step: "nothing";
-            "weights", which are then gathered once per step; or "weights_and_gradients", where the gradients, too, are
-            kept, in ``reduce_dtype``, and reduced once per step. Takes memory for the whole of these; needs
+            "weights", which are then gathered once per step; or "weights_and_gradients": the gradients are also kept,
+            in ``reduce_dtype``, and reduced once per step. Each process needs memory for all that it keeps; needs
             ``reshard_after_forward`` False.
-        checkpointing: activation checkpointing, what is recomputed in backward: "none", each block's "attention", or
-            each whole "block". With the first two, ``recompute="up_proj"`` also recomputes the experts'
-            pre-activations; with "block" it would only repeat a GEMM once more, and is ignored.
+        checkpointing: activation checkpointing: backward recomputes "none", each block's "attention", or each whole
+            "block". With the first two, ``recompute="up_proj"`` also recomputes the experts' pre-activations; with
+            "block" it would only repeat a GEMM once more, and is ignored.
         exchange: how tokens reach the experts of other processes: "collective", by ``all_to_all_single``; "symmetric",
-            by reading the memory of the other GPUs of one host; or "auto", "symmetric" where it is possible. By
-            "symmetric" a process has room for a number of rows, and a step that needs more is repeated with more room.
-        keep_received: with "symmetric", keep the tokens that a process' experts received for the backward, which pulls
-            them again otherwise.
+            by reading the memory of the other GPUs of one host; or "auto", "symmetric" where it is possible. With
+            "symmetric" a process has room for a fixed number of rows; a step that needs more is repeated with more.
+        keep_received: with "symmetric", keep the received tokens until the backward, which otherwise pulls them from
+            the other processes again.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -414,7 +414,7 @@ class ParallelConfig:
             )
 
     def for_job(self, world_size: int, model: Any) -> ParallelConfig:
-        """A copy with ``shard`` filled in for a job of ``world_size`` processes. ``model``: a config with ``moe``.
+        """A copy with ``shard`` filled in, for a job of ``world_size`` processes. ``model``: a config that has ``moe``.
 
         ValueError: the sizes' product cannot be ``world_size``, or ``expert`` does not divide the model's experts.
         """
@@ -457,7 +457,7 @@ def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise ValueError(f"{where}{unknown[0]}: no such setting of {cls.__name__}; it has {', '.join(known)}")
-    if cls is ModelConfig and "hidden_size" in data and isinstance(data.get("moe"), Mapping):  # experts are as wide
+    if cls is ModelConfig and "hidden_size" in data and isinstance(data.get("moe"), Mapping):  # experts' default
         data = {**data, "moe": {"hidden_size": data["hidden_size"], **data["moe"]}}
     hints = get_type_hints(cls)
     values = {key: _typed(hints[key], value, f"{where}{key}.") for key, value in data.items()}
@@ -472,11 +472,11 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     """``value`` converted to ``hint``: dicts to dataclasses, lists to tuples; the dataclasses validate the rest."""
     nested = [t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)]
     if nested and (value is not None or type(None) not in get_args(hint)):
-        names = set(value) if isinstance(value, Mapping) else set()  # of several, the one that has all of them
+        names = set(value) if isinstance(value, Mapping) else set()  # of several, take the first that has all
         fitting = (t for t in nested if names <= {f.name for f in dataclasses.fields(t)})
         return from_dict(next(fitting, nested[0]), value, where)  # type: ignore[arg-type]
     if get_origin(hint) is tuple and not isinstance(value, (list, tuple)):
         raise ValueError(f"{where.rstrip('.')}: expected a list, got {value!r}")
     if isinstance(value, float) and value.is_integer() and int in (hint, *get_args(hint)):
-        return int(value)  # 1e3
+        return int(value)  # 1e3 is read as a float
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, never through a link, locks between processes, and the cache folder."""
+"""Atomic writes of files and folders (never through a link), locks between processes, and the cache folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilemoe.checks import expand_user
 
 _TEMPORARY = ".tmp-"
 _HASH_CHUNK = 1 << 18  # bytes
-_LARGEST = 1 << 26  # bytes of a file that is read whole: settings, a tokenizer, an index of tensors
+_LARGEST = 1 << 26  # most bytes of a file that is read whole: settings, a tokenizer, an index of tensors
 
 
 def default_cache_dir() -> Path:
@@ -33,9 +33,9 @@ def default_cache_dir() -> Path:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """A regular file for reading. OSError: it is a pipe or a device, of which a read may never end, or as of ``open``.
+    """Open a regular file for reading. OSError: as ``open``, or it is a pipe or a device, whose read may never end.
 
-    To open a pipe does not wait for its writer here.
+    Opening a pipe does not wait for its writer.
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -45,7 +45,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
-    """A file of at most ``largest`` bytes. OSError: as `open_regular`, or it is larger."""
+    """The content of a file of at most ``largest`` bytes. OSError: as in `open_regular`, or it is larger."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > largest:
             raise OSError(errno.EFBIG, f"it has more than {largest >> 20} MiB", str(path))
@@ -53,12 +53,12 @@ def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """As `read_bytes`, the text of a file of UTF-8."""
+    """The text of a UTF-8 file, read as by `read_bytes`."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8").read()
 
 
 def never_a_link(path: str, flags: int) -> int:
-    """The ``opener`` for what is written in place: OSError where the name is a link, wherever that leads."""
+    """The ``opener`` for files written in place. OSError: ``path`` is a link, wherever it leads."""
     _require_no_link(path)
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
@@ -69,10 +69,10 @@ def _require_no_link(path: str | Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Make ``path`` hold ``content``: at every moment it has its old content or the new one, whole.
+    """Make ``path`` hold ``content``: at every moment it has either its whole old content or the whole new one.
 
     Raises:
-        OSError: it cannot be written, or is a link; it names a file.
+        OSError: ``path`` cannot be written, or is a link; the error names the file.
     """
     try:
         _require_no_link(path)
@@ -82,15 +82,15 @@ def write_atomic(path: Path, content: bytes) -> None:
             os.replace(temporary, path)
         fsync(path.parent)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not know it
+        error.filename = error.filename or str(path)  # a full disk's error has none
         raise
 
 
 @contextlib.contextmanager
 def staged_folder(final: Path) -> Iterator[Path]:
-    """A new folder beside ``final`` that takes its name when the block ends, and is gone if the block fails.
+    """A new folder beside ``final`` that is renamed to it when the block ends, or removed if the block fails.
 
-    Where another process has published ``final`` meanwhile, its folder stays and ours is dropped.
+    If another process has published ``final`` meanwhile, its folder stays and ours is removed.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with _temporary_beside(final, Path.mkdir) as temporary:
@@ -105,7 +105,7 @@ def staged_folder(final: Path) -> Iterator[Path]:
 
 
 def rename_synced(source: Path, target: Path) -> None:
-    """Rename a folder for good, or not at all: it has its old name where the new one may not outlive a crash."""
+    """Rename a folder durably; if the rename cannot be synced to the disk, undo it and raise."""
     os.rename(source, target)
     try:
         fsync(target.parent)
@@ -116,13 +116,13 @@ def rename_synced(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def only_one_process(target: Path, seconds: float = math.inf) -> Iterator[None]:
-    """Hold the lock of ``target`` for the block: who comes second waits, then finds the work done.
+    """Hold the lock of ``target`` for the block: a second process waits, then finds the work done.
 
-    The lock saves work. It is not what keeps ``target`` whole: publication is atomic, so on file systems without
-    such locks they only work twice.
+    The lock only saves work. ``target`` is always whole, since it is published atomically: on file systems without
+    such locks both processes do the work.
 
     Raises:
-        TimeoutError: another process still holds it after so many ``seconds``.
+        TimeoutError: another process still holds the lock after ``seconds``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".lock-{target.name}", "a", opener=never_a_link) as lock:
@@ -135,10 +135,10 @@ def only_one_process(target: Path, seconds: float = math.inf) -> Iterator[None]:
 
 @contextlib.contextmanager
 def owned_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` itself for the block, without waiting and without a file of its own.
+    """Hold the lock of ``folder`` itself for the block, without waiting and without a lock file.
 
     Raises:
-        BlockingIOError: another process holds it. (Where folders cannot be locked, nobody is kept out.)
+        BlockingIOError: another process holds it. (Never where folders cannot be locked.)
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -161,7 +161,7 @@ def _lock_within(descriptor: int, seconds: float) -> None:
 
 
 def _locked(descriptor: int, *, waits: bool) -> bool:
-    """Lock it until it is closed, also by a kill; False where the file system has no such locks."""
+    """Lock the file until it is closed or the process ends. Returns False if the file system has no such locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -173,9 +173,9 @@ def _locked(descriptor: int, *, waits: bool) -> bool:
 
 @contextlib.contextmanager
 def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """What ``make`` makes beside ``path``, for the block; what killed processes have left there is removed.
+    """A temporary file or folder beside ``path``, created by ``make``, for the block; removes killed processes' ones.
 
-    Its writer holds the lock of each until it is done with it, so that of another one can tell whether it is alive.
+    A writer holds its temporary's lock until it is done, so that others can tell whether that writer is alive.
     """
     _remove_abandoned(path)
     while True:
@@ -183,7 +183,7 @@ def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Pa
         make(temporary)
         descriptor = os.open(temporary, os.O_RDONLY)
         _locked(descriptor, waits=True)
-        if temporary.exists():  # or another process has found it before it was locked
+        if temporary.exists():  # otherwise another process removed it before it was locked
             break
         os.close(descriptor)
     try:
@@ -194,7 +194,7 @@ def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Pa
 
 
 def own_name(start: str) -> str:
-    """A name that only we give: it ends in a digest of the rest."""
+    """A name that only this package makes: it ends in a digest of ``start``."""
     return f"{start}-{hashlib.sha256(start.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
@@ -214,7 +214,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """As far as that can be done; who comes next tries again."""
+    """Remove as much as possible; the next writer tries again."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -223,7 +223,7 @@ def _remove(path: Path) -> None:
 
 
 def sha256_file(path: Path, piece: int = _HASH_CHUNK) -> str:
-    """Hex digest of a file's content, read in pieces of so many bytes."""
+    """SHA-256 hex digest of a file's content, read ``piece`` bytes at a time."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         chunk = memoryview(bytearray(min(piece, os.fstat(file.fileno()).st_size + 1)))
@@ -233,7 +233,7 @@ def sha256_file(path: Path, piece: int = _HASH_CHUNK) -> str:
 
 
 def digest_of_sources(folder: Path) -> str:
-    """Hex digest of the Python files in a folder and below: checkouts of one version differ."""
+    """SHA-256 hex digest of all Python files in and below ``folder``: checkouts of one version may differ."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -17,7 +17,7 @@ from tilemoe.runtime.tensors import require_tensors
 
 _INT32_MAX = 2**31 - 1
 
-# Bits of RoutingPlan.error_bits, which kernels set on the device: reading ids back there would be a host sync.
+# Bits of RoutingPlan.error_bits, which kernels set on the device: reading the ids back would be a host sync.
 NEGATIVE_EXPERT = 1
 TOKEN_OUT_OF_RANGE = 2
 
@@ -32,7 +32,7 @@ PlanArrays = tuple[Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 
 
 class TileList(NamedTuple):
-    """Row tiles of one height in the order of the rows; entries past the number of tiles are unspecified. All int32.
+    """Row tiles of one height, in row order. All int32; entries past the number of tiles are undefined.
 
     expert_of_tile (C) · row_of_tile (C): first row · end_of_tile (C): end of the expert's rows, not of the tile ·
     num_tiles (1)
@@ -50,18 +50,18 @@ class TileList(NamedTuple):
 
 
 class Peers(Protocol):
-    """The processes that sent the tokens x (T, d) of a plan."""
+    """The processes that sent a plan's tokens x (T, d), and read the sums of their results."""
 
     def keep(self, x: Tensor) -> bool:
-        """Whether they have this x, and give it `again`, so that it need not be saved."""
+        """Whether `again` can return this x in the backward, so that it need not be saved."""
         ...
 
     def again(self) -> Tensor:
-        """x."""
+        """Returns x, received again."""
         ...
 
     def lend(self, like: Tensor) -> Tensor | None:
-        """Memory of ``like``'s shape and dtype, in which they read sums; None: it is not free."""
+        """Memory of ``like``'s shape and dtype where the peers read sums; None if it is not free."""
         ...
 
 
@@ -77,13 +77,13 @@ class RoutingPlan:
         row_start_of_expert: (E+1) slices the rows by expert; its last element is R, which stays on the device
         num_experts: E
         num_tokens: T
-        error_bits: () bits that `check` reports; 0 when every id was in range, None when nothing was recorded
-        counted_rows: (E) `rows_per_expert`, where the plan's builder counted them anyway
-        tiles: lists of row tiles by height, which kernels make at first use
-        peers: who sent the tokens; None: nobody
-        sums: (T, d) to which a call of an operator writes its sums over each token's rows; None: to new memory
-        tile_counter: (1) where a dynamic persistent scheduler draws tiles, made with the first list. It is 0 between
-            two launches; kernels that run concurrently must not share it: every call of an operator has its own plan
+        error_bits: () bits that `check` reports; 0 if every id was in range, None if nothing was recorded
+        counted_rows: (E) `rows_per_expert`, if the plan's builder counted them anyway
+        tiles: lists of row tiles by height; kernels make them at first use
+        peers: the processes that sent the tokens; None: no tokens were sent
+        sums: (T, d) memory where a call of an operator writes its sums over each token's rows; None: new memory
+        tile_counter: (1) the dynamic persistent tile scheduler's counter, made with the first list. It is 0 between
+            launches. Concurrent kernels must not share it, so every call of an operator has its own plan
         unchecked: True for arrays made by this package, whose dtypes and lengths are not checked again
 
     Rows are sorted by expert; within an expert they keep the order of the tokens. Entries of the row arrays past R are
@@ -113,7 +113,7 @@ class RoutingPlan:
     unchecked: InitVar[bool] = field(default=False, kw_only=True)
 
     def __post_init__(self, unchecked: bool) -> None:
-        object.__setattr__(self, "tiles", {})  # here, since torch.compile cannot trace it as a default
+        object.__setattr__(self, "tiles", {})  # not as a default, which torch.compile cannot trace
         if unchecked:
             return
         check_count("num_experts", self.num_experts, minimum=1)
@@ -168,7 +168,7 @@ class RoutingPlan:
         return torch.diff(self.row_start_of_expert) if self.counted_rows is None else self.counted_rows
 
     def sums_like(self, x: Tensor, width: int) -> Tensor:
-        """(T, width) of x's dtype, for sums over each token's rows: `sums`, or new memory."""
+        """Memory (T, width) in x's dtype for the sums over each token's rows: `sums`, or new memory."""
         return x.new_empty(self.num_tokens, width) if self.sums is None else self.sums
 
     @property
@@ -183,7 +183,7 @@ class RoutingPlan:
 
 
 def check_count(name: str, value: Any, minimum: int) -> None:
-    """ValueError unless ``value`` is an integer, or a symbolic one of torch.compile, from ``minimum`` to 2^31 - 1."""
+    """ValueError unless ``value`` is an integer (or torch.compile's symbolic one) in [``minimum``, 2^31 - 1]."""
     integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not integer or value < minimum or value > _INT32_MAX:
         raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")
@@ -195,12 +195,12 @@ def plan_of(arrays: PlanArrays, num_tokens: int, **more: Any) -> RoutingPlan:
 
 
 def without_derived(plan: RoutingPlan) -> RoutingPlan:
-    """``plan``, with no tiles yet."""
+    """A copy of ``plan`` without tile lists, counter and peers."""
     return RoutingPlan(*plan.arrays, plan.num_experts, plan.num_tokens, sums=plan.sums, unchecked=True)
 
 
 def with_sums(plan: RoutingPlan, like: Tensor) -> RoutingPlan:
-    """``plan`` for one call of an operator, whose sums (T, d) are like ``like``, in the peers' memory if it is free."""
+    """``plan`` for one operator call whose sums (T, d) are like ``like``: in the peers' memory, if it is free."""
     if plan.peers is None or torch.compiler.is_compiling():
         return plan
     return replace(plan, sums=plan.peers.lend(like), unchecked=True)
@@ -209,14 +209,14 @@ def with_sums(plan: RoutingPlan, like: Tensor) -> RoutingPlan:
 def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:
     """The expert of each row number in ``rows``, int64: E for rows past the last expert's, -1 for negative numbers.
 
-    It searches the whole table (E+1,), not the view without its first entry: compiled for CUDA, torch.searchsorted
-    ignores the storage offset of such a view (seen with PyTorch 2.11).
+    It searches the whole table (E+1,), not a view without its first entry: compiled for CUDA, torch.searchsorted
+    ignores such a view's storage offset (seen with PyTorch 2.11).
     """
     return torch.searchsorted(row_start_of_expert, rows, right=True) - 1
 
 
 def raise_for_bits(bits: int) -> None:
-    """Raise the ValueError of the lowest bit set in ``bits``; 0 passes."""
+    """Raise the ValueError of the lowest set bit of ``bits``; return if it is 0."""
     for bit, message in _MESSAGES.items():
         if bits & bit:
             raise ValueError(message)

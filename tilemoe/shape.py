@@ -1,4 +1,4 @@
-"""The sizes of one MoE layer's problem, from which costs and memory are computed.
+"""The sizes of one MoE layer and its batch, from which costs and memory are computed.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class MoEShape:
     """The sizes of one layer and of its batch.
 
-    ``rows``: R, or R_max where memory is computed; None: T*K. ``element_bytes``: of x, of the weights and of the
+    ``rows``: R, or R_max to compute memory; None: T*K. ``element_bytes``: of x, of the weights and of the
     pre-activations h. ``is_topk``: every token has exactly K pairs. ``save``: how h is saved for the backward, "full"
     or "fp8". ValueError: a size is below 1 (T and R: below 0), or K > E.
     """
