@@ -1,7 +1,7 @@
-"""The oracle: slow, obvious implementations that everything fast is tested against.
+"""The oracle: slow, obvious implementations that every fast one is tested against.
 
-Plain loops in plain PyTorch, differentiable (any number of times) by autograd, in fp64 for fp64 inputs. They share no
-code with the kernels, with the table of activations or with the routers.
+They are plain loops in plain PyTorch, differentiable any number of times by autograd, in fp64 for fp64 inputs. They
+share no code with the kernels, the table of activations or the routers.
 
 Examples:
     >>> tilemoe.reference.activation(torch.tensor([[0.0, 3.0]]), "swiglu").tolist()  # silu(0) * 3

@@ -1,4 +1,4 @@
-"""Each activation's value as its definition reads; autograd gives the gradient.
+"""Each activation's value, written like its definition; autograd gives the gradient.
 
 R rows · n expert width
 """
@@ -20,8 +20,8 @@ def activation(
 ) -> Tensor:
     """``a`` (R, n) in h's dtype, from ``h`` (R, 2n) if the activation is gated, else (R, n).
 
-    ``limit`` belongs to swiglu_oai (7.0, gpt-oss's) and swiglu_clamped (10.0, DeepSeek-V4's), ``alpha`` to the former
-    (1.702).
+    ``limit`` is a parameter of swiglu_oai (default 7.0, gpt-oss's) and swiglu_clamped (10.0, DeepSeek-V4's); ``alpha``
+    of swiglu_oai alone (1.702).
 
     Raises:
         ValueError: there is no such activation or layout, or the activation has no ``limit`` or ``alpha``.

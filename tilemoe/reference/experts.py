@@ -34,10 +34,10 @@ def moe(
     """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
 
     Arguments as in ``tilemoe.moe``: x (T, d), w1 (E, 2n or n, d), w2 (E, d, n), b1 (E, 2n or n), b2 (E, d), scores
-    (T, K) or (P,). Computed in fp32, or fp64 when x is fp64, whatever autocast says. ``recompute``, ``kernels``
-    and ``accumulate`` are accepted so that the two calls are interchangeable: here they change nothing.
-    ``precision="fp8"`` and ``save="fp8"``: as `tilemoe.reference.fp8` says. Nothing is checked: what `tilemoe.moe`
-    calls a ValueError fails here somewhere, or not at all.
+    (T, K) or (P,). Computed in fp32, or fp64 if x is fp64; autocast has no effect. ``recompute``, ``kernels`` and
+    ``accumulate`` are accepted so that the two calls are interchangeable, but change nothing. `tilemoe.reference.fp8`
+    defines ``precision="fp8"`` and ``save="fp8"``. Arguments are not checked: where `tilemoe.moe` raises ValueError,
+    this function may raise another error or none.
 
     Examples:
         >>> plan = tilemoe.plan_topk(torch.tensor([[0], [1]]), num_experts=2)

@@ -1,11 +1,11 @@
-"""One expert's products with FP8 operands, block by block: what ``precision="fp8"`` means; and ``save="fp8"``.
+"""One expert's products with FP8 operands, block by block: the definition of ``precision="fp8"`` and ``save="fp8"``.
 
 R rows · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 
-A block's scale is its largest magnitude / 448 in fp32, 1 for a block of zeros. Every value becomes the nearest of
-e4m3's to value * (1 / scale), ties to even, times the scale. Sums are in fp32. Where a product contracts d or w (``h``,
-``da'``, ``dx``), a block is one row of x, do or dh, or all of a weight that makes one column of the product. Where it
-contracts n (``y``), blocks are 1 x 128 of a and 128 x 128 of w2; what ``save="fp8"`` keeps of h has blocks of 1 x 128.
+A block's scale is its largest magnitude / 448 in fp32, or 1 for a block of zeros. A value becomes the e4m3 number
+nearest to value * (1 / scale), ties to even, times the scale. Sums are in fp32. If a product contracts d or w (``h``,
+``da'``, ``dx``), a block is one row of x, do or dh, or the line of a weight that makes one column of the product. If it
+contracts n (``y``), blocks are 1 x 128 of a and 128 x 128 of w2. ``save="fp8"`` stores h in blocks of 1 x 128.
 Weight gradients contract the expert's rows: see `weight_grad`.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _BLOCK, _LARGEST = 128, 448.0
-_WIDE = (1024, 2048 * 2048)  # a weight gradient's operands are rounded, too, if it has such sides, and so many elements
+_WIDE = (1024, 2048 * 2048)  # a weight gradient's operands are rounded if its sides and elements are at least these
 
 
 def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -32,7 +32,7 @@ def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scale_of(block: Tensor) -> Tensor:
-    """The scale of all of ``block``."""
+    """The one scale of ``block``."""
     largest = block.abs().max()
     scale = largest / _LARGEST if largest != 0 else torch.ones_like(largest)
     return torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
@@ -45,10 +45,10 @@ def product_by_rows(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_grad(by_token: Tensor, by_row: Tensor) -> Tensor:
-    """``by_token^T by_row`` (d, q) of x or do (R, d) and of dh or a (R, q), rounded in wide layers only.
+    """``by_token^T by_row`` (d, q), for by_token x or do (R, d) and by_row dh or a (R, q); rounded only in wide layers.
 
-    A row of by_token is divided by its scale and rounded; the same row of by_row is multiplied by that scale, and then
-    rounded, all of by_row with one scale.
+    Each row of by_token is divided by its scale and rounded. The same row of by_row is multiplied by that scale; then
+    all of by_row is rounded with one scale.
     """
     sides = by_token.shape[1], by_row.shape[1]
     if by_token.shape[0] == 0 or min(sides) < _WIDE[0] or sides[0] * sides[1] < _WIDE[1]:
@@ -58,8 +58,8 @@ def weight_grad(by_token: Tensor, by_row: Tensor) -> Tensor:
 
 
 def _e4m3(values: Tensor) -> Tensor:
-    """The nearest of 4 exponent bits and 3 of the mantissa, ties to even; beyond 448, 448; NaN stays."""
-    exponent = torch.frexp(values)[1].clamp(min=-5)  # of values in [0.5, 1) x 2^exponent; below, the spacing is fixed
+    """The nearest e4m3 numbers (4 exponent bits, 3 mantissa bits), ties to even, clamped to +-448; NaN stays."""
+    exponent = torch.frexp(values)[1].clamp(min=-5)  # values: [0.5, 1) x 2^exponent; subnormals: fixed spacing
     spacing = torch.ldexp(torch.ones_like(values), exponent - 4)
     nearest = torch.round(values / spacing) * spacing  # torch.round: ties to even
     return nearest.clamp(-_LARGEST, _LARGEST)
@@ -92,18 +92,18 @@ class _DownProj(torch.autograd.Function):
 
 
 def up_proj(x: Tensor, w1: Tensor) -> Tensor:
-    """``h = x w1^T`` (R, w) of one expert, x (R, d) and w1 (w, d) rounded; fp32.
+    """``h = x w1^T`` (R, w), fp32, of one expert, with x (R, d) and w1 (w, d) rounded.
 
-    ``dx = dh w1`` of dh and w1 rounded; ``dw1 = dh^T x`` by `weight_grad`.
+    Backward: ``dx = dh w1`` with dh and w1 rounded; ``dw1 = dh^T x`` by `weight_grad`.
     """
     return _UpProj.apply(x, w1)
 
 
 def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
-    """``score a w2^T`` (R, d) of one expert, a (R, n) and w2 (d, n) rounded, score (R, 1); fp32.
+    """``score a w2^T`` (R, d), fp32, of one expert, with a (R, n) and w2 (d, n) rounded; score (R, 1).
 
-    ``da' = do w2`` of do and w2 rounded; ``da = score da'``, ``dscore = <da', a>``, ``dw2 = do^T (score a)`` by
-    `weight_grad`.
+    Backward: ``da' = do w2`` with do and w2 rounded; ``da = score da'``, ``dscore = <da', a>``, and by
+    `weight_grad` ``dw2 = do^T (score a)``.
     """
     return _DownProj.apply(a, w2, score)
 
@@ -129,10 +129,10 @@ class _WithGradientsOf(torch.autograd.Function):
 
 
 def kept(h: Tensor) -> Tensor:
-    """h (R, w), fp32, as ``save="fp8"`` keeps it for the backward; its gradient is h's."""
+    """h (R, w), fp32, as ``save="fp8"`` keeps it for the backward; the gradient passes unchanged to h."""
     return _Kept.apply(h)
 
 
 def with_gradients_of(value: Tensor, other: Tensor) -> Tensor:
-    """``value``; what depends on it has the gradients that it would have of ``other``."""
+    """``value``, whose gradient goes to ``other``."""
     return _WithGradientsOf.apply(value, other)

@@ -23,12 +23,12 @@ def round_rows(
 ) -> list[list[int]]:
     """The tokens that each expert computes, ascending.
 
-    all_scores (T, E): what every token would score with every expert, before ``scale``. expert_ids, kept_scores
-    (T, K): the experts that top-K chose and the scores they carry; an id >= E is skipped. uniform (E,) in [0, 1): the
-    draws that "stochastic" and "nearest_score" need. token_mask (T,) bool: False leaves a token out.
+    all_scores (T, E): each token's score with each expert before ``scale``. expert_ids, kept_scores (T, K): the experts
+    that top-K chose, and their scores; an id >= E is skipped. uniform (E,) in [0, 1): the draws that "stochastic" and
+    "nearest_score" need. token_mask (T,) bool: False excludes a token.
 
-    An expert ranks its f chosen tokens by the score they carry, then all others by ``all_scores``, a tie to the lower
-    token, and computes the first r. With fewer real tokens than a tile nothing is rounded.
+    An expert ranks its f chosen tokens by their kept scores, then all others by ``all_scores``, ties going to the lower
+    token, and computes the first r. With fewer unmasked tokens than a tile nothing is rounded.
     """
     num_tokens, num_experts = all_scores.shape
     tokens = [t for t in range(num_tokens) if token_mask is None or bool(token_mask[t])]
@@ -54,7 +54,7 @@ def round_rows(
 
 
 def draw_uniform(num_experts: int, rounding: TokenRounding, generator: torch.Generator | None) -> Tensor | None:
-    """(E,) fp32: one draw for each expert, all at once, for the modes that are random; None for the others."""
+    """(E,) fp32: one draw per expert for the random modes; None for the others."""
     if rounding.mode not in ("stochastic", "nearest_score"):
         return None
     device = "cpu" if generator is None else generator.device
@@ -66,7 +66,7 @@ def _best_first(scores: dict[int, float]) -> list[int]:
 
 
 def _rounded(f: int, rounding: TokenRounding, carried: list[float], draw: float, deviation: int) -> int:
-    """r before it is clamped. carried: the scores in order of rank; deviation: sum of r - f of the experts before."""
+    """r before it is clamped. carried: the scores by rank; deviation: sum of r - f over the experts before this one."""
     mode, m = rounding.mode, rounding.tile
     down = f // m * m
     up = down if f == down else down + m

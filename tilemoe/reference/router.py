@@ -40,12 +40,11 @@ def route(
 ) -> ReferenceRouting:
     """Route T tokens by ``logits`` (T, E), in fp32, or fp64 for fp64 logits.
 
-    selection_bias (E,): added to the scores for the choice of experts only. token_mask (T,) bool: False leaves a
-    token out of everything. Ties go to the lower expert id. The losses (arXiv 2101.03961, arXiv 2202.08906) are those
-    of one process, and count the experts' tokens before ``cfg.rounding``, which is for training and for at least a
-    tile of tokens.
-    replayed_ids (T, K): the experts, where they are given; then nothing is rounded. Nothing is checked: what
-    `tilemoe.route` calls a ValueError fails here somewhere, or not at all.
+    selection_bias (E,): added to the scores only to choose experts. token_mask (T,) bool: False excludes a token from
+    everything. Ties go to the lower expert id. The losses (arXiv 2101.03961, arXiv 2202.08906) are one process',
+    and count the experts' tokens before ``cfg.rounding``, which applies in training with at least a tile of tokens.
+    replayed_ids (T, K): the experts to use; then nothing is rounded. Arguments are not checked: where `tilemoe.route`
+    raises ValueError, this function may raise another error or none.
 
     Examples:
         >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
@@ -84,7 +83,7 @@ def _rounded(
     generator: torch.Generator | None,
     token_mask: Tensor | None,
 ) -> tuple[Tensor, list[int]]:
-    """Scores (T, E) and rows of each expert after the rounding of a top-K selection that carries ``kept`` (T, E)."""
+    """Scores (T, E) and each expert's number of rows after rounding a top-K selection with scores ``kept`` (T, E)."""
     assert cfg.rounding is not None, "the caller looks"
     everyone = torch.zeros_like(logits)
     for t in range(logits.shape[0]):
@@ -111,7 +110,7 @@ def _rounded(
 
 
 def _score_function(token_logits: Tensor, router: RouterConfig) -> Tensor:
-    """(E,) scores of one token for all experts, by ``router.score``."""
+    """(E,) scores of one token with all experts, by ``router.score``."""
     if router.score == "softmax":
         return torch.softmax(token_logits, dim=0)
     return torch.sigmoid(token_logits)
@@ -123,7 +122,7 @@ def _choose(token_logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None)
     value = token_logits if router.softmax_after_topk else _score_function(token_logits, router)
     if selection_bias is not None:
         value = value + selection_bias
-    # An expert masked by a logit of -inf competes with the lowest finite value: last, but within its group.
+    # An expert masked by a logit of -inf gets the lowest finite value: it comes last, but within its group.
     lowest = torch.finfo(value.dtype).min
     masked = token_logits == float("-inf")
     values = torch.where(masked, torch.full_like(value, lowest), value).detach().clamp(min=lowest)

@@ -1,4 +1,4 @@
-"""Tools to test a backend: hostile routings, inputs of the right scale, poisoned memory and one way to compare.
+"""Tools to test a backend: hostile routings, well-scaled inputs, poisoned memory and one way to compare results.
 
 Results are compared with `tilemoe.reference` in fp64; ordinary PyTorch's error in the same dtype sets the tolerance.
 """

@@ -1,4 +1,4 @@
-"""The one way to compare: the error against fp64, relative to ordinary PyTorch's error in the same dtype.
+"""The one way to compare results: the error against fp64, relative to ordinary PyTorch's error in the same dtype.
 
 T tokens · E experts
 """
@@ -18,11 +18,11 @@ from tilemoe.ops.moe import moe as tilemoe_moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing.inputs import MoE, forward_and_grads, plain_moe
 
-# No RMS-relative error may be larger, however large the baseline's is.
+# No RMS-relative error may exceed its cap, however large the baseline's error is.
 ERROR_CAPS: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 )
-_OUTLIER = 12.0  # a single element may be off by this many caps, in units of the RMS
+_OUTLIER = 12.0  # a single element may be off by this many caps times the RMS
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -31,7 +31,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     actual: (...) of any float dtype; exact: (...) fp64.
 
     Raises:
-        AssertionError: ``exact`` is zero throughout, or empty.
+        AssertionError: ``exact`` is all zeros, or empty.
 
     Examples:
         >>> from tilemoe.testing import relative_error
@@ -44,7 +44,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def assert_equal(actual: Any, expected: Any, where: object = "") -> None:
-    """Assert that tensors, or sequences or mappings of them, are equal bit for bit, as are dtypes; NaN equals nothing.
+    """Assert that tensors, or sequences or mappings of them, have equal bits and dtypes; NaN equals nothing.
 
     Raises:
         AssertionError: a value, a shape or a dtype differs; the message begins with ``where``.
@@ -67,13 +67,13 @@ def assert_close_to_reference(
 
     Tensors are (...), of any shape. Errors are RMS-relative, against ``exact`` (fp64). baseline: the same quantities by
     ordinary PyTorch in ``dtype``, that of x; shapes and dtypes must agree with it. The tolerance is at least a single
-    rounding to the dtype. With so few elements that chance decides, twice becomes up to ten times; the cap stays. No
-    element may be off by more than 12 caps times the RMS; one larger than 12 RMS, whose own rounding is as large, may
-    be off by a cap times its size. Where the exact value is zero throughout (a token without an expert, an expert
-    without a token), only zero passes. A tolerance that zeros would pass is refused.
+    rounding to the dtype. With so few elements that chance matters, twice becomes up to ten times; the cap stays.
+    No element may be off by more than 12 caps times the RMS; an element above 12 RMS, whose own rounding is as large,
+    may be off by a cap times its size. Where the exact value is all zeros (a token without an expert, an expert without
+    a token), only zeros pass. A tolerance that zeros would pass is refused.
 
     Raises:
-        AssertionError: the message names the tensor, what it is off by and what is allowed.
+        AssertionError: the message names the tensor, its error and the tolerance.
 
     Examples:
         >>> from tilemoe.testing import assert_close_to_reference
@@ -85,7 +85,7 @@ def assert_close_to_reference(
         AssertionError: o: RMS-relative error 9.94e-02 exceeds 5.86e-03
     """
     assert actual.keys() == baseline.keys() == exact.keys(), "the three must hold the same names"
-    # Many elements share the error of one routed row: the smallest tensor says how many independent samples there are.
+    # Many elements share one routed row's error: the smallest tensor bounds the number of independent samples.
     samples = min((t.numel() for t in exact.values() if t.numel()), default=1)
     margin = 1 + 4 / math.sqrt(samples)
     for name, expected in exact.items():
@@ -99,7 +99,7 @@ def assert_moe_matches_reference(
 
     inputs: x (T, d), w1, w2, scores and biases of any float dtype, as `make_inputs` gives them. ``options``
     (activation, gate_up, activation_limit, activation_alpha) go to ``moe``, to ordinary PyTorch and to the reference.
-    Bind options of ``moe`` alone to it beforehand.
+    Options that only ``moe`` has must be bound to it beforehand.
 
     Raises:
         AssertionError: a tensor is too far off (`assert_close_to_reference`).
@@ -123,7 +123,7 @@ def against_reference(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Output (T, d) and gradients by ``moe``, by ordinary PyTorch in the inputs' dtype and by the reference in fp64.
 
-    Takes the arguments of ``moe`` and raises what it raises: a ValueError if they are wrong.
+    Takes the arguments of ``moe`` and raises the same errors: a ValueError if they are wrong.
 
     Examples:
         >>> from tilemoe.testing import against_reference, make_inputs, relative_error

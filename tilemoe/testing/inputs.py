@@ -1,4 +1,4 @@
-"""Inputs of the expert MLP at the scale of training, two functions that run it, and poisoned memory.
+"""Inputs for the expert MLP, scaled as in training; functions that run it; and poisoned memory.
 
 T tokens · d hidden_size · n intermediate_size · E experts · P pairs
 """
@@ -35,8 +35,8 @@ def make_inputs(
 ) -> dict[str, Tensor]:
     """x (T, d), w1, w2, scores and, with ``bias``, b1, b2, on the plan's device: x, h and y are all O(1).
 
-    Scores (T, K) or (P,) have both signs; ``score_dtype`` None: fp32, or fp64 for fp64. Values that must not be read
-    are NaN: the score of a skipped pair, and x of a token without a row.
+    Scores (T, K) or (P,) have both signs; ``score_dtype`` None: fp32, or fp64 if dtype is fp64. Values that must not be
+    read are NaN: the score of a skipped pair, and x of a token without a row.
 
     Raises:
         ValueError: there is no such activation.
@@ -80,8 +80,8 @@ def make_inputs(
 def forward_and_grads(moe: MoE, inputs: Mapping[str, Tensor], plan: RoutingPlan, **options: Any) -> dict[str, Tensor]:
     """Run ``moe`` once and differentiate it in all its inputs: ``o`` (T, d) and the gradients, named dx, dw1, ...
 
-    The gradient that flows in is normal(0, 1), the same for every dtype up to its rounding. Strides of the inputs
-    are kept. ValueError: arguments of ``moe`` are wrong.
+    o's gradient is drawn from normal(0, 1), the same for every dtype up to rounding. The inputs keep their strides.
+    ValueError: arguments of ``moe`` are wrong.
 
     Examples:
         >>> from tilemoe.testing import forward_and_grads, make_inputs
@@ -97,7 +97,7 @@ def forward_and_grads(moe: MoE, inputs: Mapping[str, Tensor], plan: RoutingPlan,
 
 
 def output_grad(o: Tensor) -> Tensor:
-    """The gradient that flows into o (T, d), normal(0, 1): the same for every dtype up to its rounding."""
+    """The gradient of o (T, d), drawn from normal(0, 1): the same for every dtype up to rounding."""
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return do.to(device=o.device, dtype=o.dtype)
 
@@ -117,8 +117,8 @@ def plain_moe(
 ) -> Tensor:
     """The layer as ordinary PyTorch computes it: every matrix product's result is stored in the inputs' dtype.
 
-    x (T, d), weights, scores and biases as of `tilemoe.moe`, of any float dtype. A backend's error is compared with its
-    error. The activation and the sum over experts are computed in fp32.
+    x (T, d), weights, scores and biases are those of `tilemoe.moe`, in any float dtype. A backend's error is compared
+    with this function's. The activation and the sum over experts are computed in fp32.
 
     Raises:
         ValueError: there is no such activation or ``gate_up``.
@@ -149,8 +149,8 @@ def plain_moe(
 def poisoned_memory() -> Iterator[None]:
     """Fill what ``torch.empty`` and its relatives return with NaN, and with the largest value for integers.
 
-    So reading a row that was never written shows in the results. PyTorch does this in its deterministic mode, which is
-    on inside the block, without refusing operators that have no deterministic form. Nothing is checked, so no
+    If a kernel reads a row that was never written, the results show it. PyTorch fills memory in its deterministic mode,
+    which is on inside the block, with operators that have no deterministic form allowed. Nothing is checked, so no
     ValueError is raised.
 
     Examples:

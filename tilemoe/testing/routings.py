@@ -21,7 +21,7 @@ from tilemoe.routing.build import plan_pairs, plan_topk
 class HostileRouting:
     """A named plan; ``is_topk`` says whether its scores are (T, K) or (P,). `hostile_routings` makes them.
 
-    Its name is what ``str`` gives, for ``pytest.mark.parametrize(..., ids=str)``.
+    ``str`` gives its name, for ``pytest.mark.parametrize(..., ids=str)``.
 
     Examples:
         >>> from tilemoe.testing import hostile_routings
@@ -34,7 +34,7 @@ class HostileRouting:
 
     @property
     def is_topk(self) -> bool:
-        """Whether every token has the same number of pairs, as `tilemoe.plan_topk` makes them."""
+        """Whether every token has the same number of pairs, as in a plan of `tilemoe.plan_topk`."""
         return self.plan.pair_start_of_token is None
 
     def __str__(self) -> str:
@@ -42,12 +42,12 @@ class HostileRouting:
 
 
 def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[HostileRouting]:
-    """Every routing that a backend has to handle. ``tile``: rows of the tile whose edges the ragged routings straddle.
+    """Every kind of routing that a backend must handle. Ragged ones give experts ``tile`` - 1 to ``tile`` + 1 rows.
 
     There are at most 5 experts and about ``3 * tile`` pairs.
 
     Raises:
-        ValueError: ``tile`` is below 4, for which there are too few tokens.
+        ValueError: ``tile`` is below 4: there would be too few tokens.
 
     Examples:
         >>> from tilemoe.testing import hostile_routings
@@ -66,7 +66,7 @@ def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: in
 
 
 def used_pairs(plan: RoutingPlan) -> Tensor:
-    """(P,) bool, in the caller's order: False for a pair that was skipped. Reads the row count back.
+    """(P,) bool, in the caller's order: False for a pair that was skipped. A host sync.
 
     A plan is checked when it is made, so no ValueError is raised here.
 
@@ -87,7 +87,7 @@ def _distinct(num_tokens: int, num_experts: int, k: int, generator: torch.Genera
 
 
 def _rounded_plan(mode: str, tile: int, generator: torch.Generator, device: torch.device | str) -> RoutingPlan:
-    """Tokens that gained and lost experts, some of them all; pairs numbered by rows, and fewer rows than capacity."""
+    """A rounded plan: tokens gained experts or lost some or all, rows number the pairs, and R is below the capacity."""
     tokens, experts = tile + 5, 3
     scores = torch.rand(tokens, experts, generator=generator).to(device)
     kept, ids = scores.max(dim=1, keepdim=True)

@@ -1,6 +1,6 @@
-"""What a backend has to show before it serves on a kind of GPU that it never ran on.
+"""The self-test that a backend must pass before it serves on a kind of GPU where it has never run.
 
-All its kernels, forward and backward, on hostile routings, against the reference; each case several times, to the bit.
+It compares all kernels, forward and backward, with the reference on hostile routings; each case must repeat its bits.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
@@ -26,8 +26,8 @@ from tilemoe.testing.routings import hostile_routings
 
 
 class _Sizes(NamedTuple):
-    """Rows of a tile, d and n that are whole tiles and that are not, on hostile routings; T, E and K, and d and n, of a
-    layer that fills the device.
+    """For hostile routings: ``tile`` rows; (d, n) that are whole tiles (``widths``) or not (``ragged``). For a layer
+    that fills the device: (T, E, K) (``routed``) and (d, n) (``larger``).
     """
 
     tile: int
@@ -44,7 +44,7 @@ _CPU = _Sizes(8, (16, 8), (17, 9), (64, 8, 2), (32, 16), repeats=3)  # to test t
 
 @dataclass(frozen=True)
 class _Case:
-    """A layer on a routing. ``transposed``: of the weights (E, p, q) the dimension p is contiguous."""
+    """A layer on a routing. ``transposed``: dimension p of the weights (E, p, q) is contiguous."""
 
     routing: str
     plan: RoutingPlan
@@ -60,7 +60,7 @@ class _Case:
         return f"{self.routing} (d, n {self.widths}, {self.dtype}, {', '.join(options)})"
 
     def check(self, backend: Backend, repeats: int) -> None:
-        """AssertionError: a result is off, or another one than the first."""
+        """AssertionError: a result is off, or a repeat differs from the first run."""
         run = partial(moe, kernels=backend)
         inputs = make_inputs(self.plan, *self.widths, self.activation, dtype=self.dtype, bias=self.bias)
         if self.transposed:
@@ -74,7 +74,7 @@ class _Case:
 
 
 def _check_accumulation(run: Callable[..., Tensor], inputs: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """AssertionError: the weights' gradients of two backwards, added by the kernels, are not twice those of one."""
+    """AssertionError: weight gradients that the kernels add over two backwards are not twice those of one."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     dtype = inputs["x"].dtype
     for _ in range(2):
@@ -88,9 +88,9 @@ def _check_accumulation(run: Callable[..., Tensor], inputs: Mapping[str, Tensor]
 
 
 def problem(backend: Backend, device: torch.device) -> str | None:
-    """In a line, what is wrong with ``backend`` on ``device``; None: nothing.
+    """What is wrong with ``backend`` on ``device``, in one line; None: nothing.
 
-    torch.OutOfMemoryError: there is no room to tell.
+    torch.OutOfMemoryError: there is too little memory to test.
     """
     sizes, case = _GPU if device.type == "cuda" else _CPU, None
     try:
@@ -99,7 +99,7 @@ def problem(backend: Backend, device: torch.device) -> str | None:
                 case.check(backend, sizes.repeats)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of a compiler, a driver or the comparison
+    except Exception as error:  # from a compiler, a driver or the comparison
         return " ".join(f"{case}: {type(error).__name__}: {error}".split())[:400]
     return None
 
