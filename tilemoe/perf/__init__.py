@@ -1,1 +1,1 @@
-"""What the layer must compute, move and keep, and what a GPU can do: pure arithmetic, nothing is measured here."""
+"""The layer's FLOPs, bytes and memory, and what a GPU can do: pure arithmetic; nothing is measured here."""

@@ -1,11 +1,11 @@
-"""Memory of fine-tuning with low-rank adapters on one GPU: by part, and the largest micro-batch that a card holds.
+"""Memory of fine-tuning with low-rank adapters on one GPU: by part, and the largest micro-batch that fits a card.
 
 T tokens of a micro-batch · d model width · n intermediate_size · w = 2n gated, n not · E experts · K experts per token
 R = T K rows · r rank
 
-As `tilemoe train --lora.rank r` does it on a folder in bf16: adapters in fp32 on the routed experts and the four
-projections of attention. With experts in 4 bit the frozen rest is in bf16, and so is the residual stream; else
-embeddings, norms and routers are in fp32, and so is that stream.
+It models `tilemoe train --lora.rank r` on a model folder in bf16: adapters in fp32 on the routed experts and the four
+projections of attention. With experts in 4 bits, the other frozen weights and the residual stream are in bf16;
+otherwise embeddings, norms, routers and the residual stream are in fp32.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tilemoe.shape import MoEShape
 
 Attention = Literal["fused", "eager"]
 CARDS = (16, 24, 48, 80)  # GiB of memory
-CARD_BYTES = 0.95 * 2**30  # of each GiB that a card is sold with: the rest is the driver's
-# Bits of a frozen expert's value: its own, and its share of its block's scale.
+CARD_BYTES = 0.95 * 2**30  # usable bytes per GiB of a card; the driver takes the rest
+# Bits per value of frozen experts: the value's own, plus its share of its block's scales.
 BITS = {"nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32, "dense": 16.0}
-MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # of a parameter: two moments
+MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # per parameter: two moments
 _BF16, _FP32 = 2, 4
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Adapters on a model with routed experts, in sequences of ``seq_len`` tokens; ``rank``: of those on experts."""
+    """Adapters on a model with routed experts, in sequences of ``seq_len`` tokens; ``rank``: the experts' rank."""
 
     model: ModelConfig | ModelSizes
     gpu: Gpu
     rank: int
     attention_rank: int
-    experts: str  # of `BITS`
-    optimizer: str  # of `MOMENT_BYTES`
+    experts: str  # a key of `BITS`
+    optimizer: str  # a key of `MOMENT_BYTES`
     seq_len: int
     checkpointing: Checkpointing = "none"
 
@@ -55,13 +55,13 @@ class Tuning:
 
     @property
     def setup(self) -> training.Setup:
-        """What it shares with training in full: the blocks' activations."""
+        """The `training.Setup` that gives the blocks' activations, which full training has, too."""
         is_bf16, mode = self.experts != "dense", self.checkpointing
         return training.Setup(self.model, self.gpu, 1, 1, self.seq_len, wrapped=is_bf16, checkpointing=mode)
 
 
 def adapter_parameters(tuning: Tuning) -> int:
-    """Of experts ``r (d + w) + r (n + d)`` each; of attention its rank times each projection's inputs and outputs."""
+    """Their number: ``r (d + w) + r (n + d)`` per expert; attention's rank times each projection's inputs + outputs."""
     sizes, moe = sizes_of(tuning.model), tuning.moe
     d = sizes.hidden_size
     of_experts = moe.num_experts * (2 * d + moe.up_rows + moe.intermediate_size)
@@ -70,7 +70,7 @@ def adapter_parameters(tuning: Tuning) -> int:
 
 
 def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
-    """Bytes by part, at the peak of a step with micro-batches of ``sequences``."""
+    """Bytes by part, at the peak of a step whose micro-batches have ``sequences`` sequences."""
     sizes, moe, tokens = sizes_of(tuning.model), tuning.moe, sequences * tuning.seq_len
     experts = sizes.num_moe_layers * moe.num_experts * expert_matrices(moe)
     trained = adapter_parameters(tuning)
@@ -90,12 +90,12 @@ def memory_parts(tuning: Tuning, sequences: int) -> dict[str, int]:
 
 
 def largest_micro_batch(tuning: Tuning, usable_bytes: float) -> int:
-    """The most sequences of a micro-batch that fit; 0: not even one."""
+    """The most sequences of a micro-batch that fit in ``usable_bytes``; 0: not even one."""
     return training.most_that_fit(lambda sequences: sum(memory_parts(tuning, sequences).values()) <= usable_bytes)
 
 
 def working_bytes(shape: MoEShape, rank: int) -> int:
-    """The most at once of `tilemoe.ops.lora.moe_lora` beside what it saves (h, u): of its forward and its backward."""
+    """The peak bytes of `tilemoe.ops.lora.moe_lora`, in forward or backward, besides what it saves (h, u)."""
     element, rows, w, n = shape.element_bytes, shape.num_rows, shape.width, shape.intermediate_size
     o = element * shape.num_tokens * shape.hidden_size
     forward = max(w, n + rank, n + rank + 2 * widest(forward_slices(shape)))
@@ -104,7 +104,7 @@ def working_bytes(shape: MoEShape, rank: int) -> int:
 
 
 def _kept_products(tuning: Tuning, tokens: int) -> int:
-    """What adapters keep in a block that is not repeated: u (R, r), and of a projection T values for each rank."""
+    """Bytes that adapters save for backward where it does not recompute: u (R, r), and (T, rank) per projection."""
     if tuning.checkpointing == "block":
         return 0
     sizes = sizes_of(tuning.model)
@@ -114,7 +114,7 @@ def _kept_products(tuning: Tuning, tokens: int) -> int:
 
 
 def _working_bytes(tuning: Tuning, tokens: int) -> int:
-    shape = share_of(replace(tuning.moe, save="full"), tokens, 1)  # which adapters need
+    shape = share_of(replace(tuning.moe, save="full"), tokens, 1)  # adapters need save="full"
     working = working_bytes(shape, tuning.rank)
     return training.repeated_bytes(tuning.setup, tokens, working + _BF16 * tuning.rank * shape.num_rows)
 
@@ -129,8 +129,8 @@ def tuning_plan(
     checkpointing: Checkpointing | None = None,
     attention: Attention = "fused",
 ) -> dict[str, Any]:
-    """Each storage of the experts, as plain values. ``ranks``: of experts and of attention. checkpointing None: the
-    cheapest with which a sequence fits.
+    """Plans for each of the experts' ``storages``, as plain values. ``ranks``: (experts', attention's). checkpointing
+    None: the cheapest mode in which one sequence fits.
     """
     if attention == "eager":
         model = with_eager_attention(sizes_of(model), seq_len)

@@ -1,9 +1,9 @@
-"""FLOPs and bytes of the eight kernels (docs/kernels.md), and their roofline: the least time they can take.
+"""FLOPs and bytes of the eight kernels (docs/kernels.md), and their rooflines: the least time they can take.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows · w = 2n gated, n not
 
 Bytes count every operand once: a token's row of x that K experts read comes from memory once and K-1 times from cache.
-A multiplication and an addition are two FLOPs; the activation's and the sums' few are not counted.
+A multiplication and an addition are two FLOPs. The few FLOPs of activations and of sums are not counted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tilemoe.shape import MoEShape
 
 FORWARD = ("up_proj_act", "down_proj", "combine")
 BACKWARD = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad", "combine_grad")
-IN_FP8 = ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad")  # of a layer in FP8 of any width
-_INDEX_BYTES = 4  # of an entry of the plan
+IN_FP8 = ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad")  # in an FP8 layer of any width
+_INDEX_BYTES = 4  # per entry of the plan
 _SCORE_BYTES = 4
-BALANCED = 0.1  # of the ridge: ceilings move by more from one machine and clock to another
+BALANCED = 0.1  # share of the ridge: ceilings vary by more between machines and clocks
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class Cost:
         return 1e3 * max(self.flops / (ceilings.tflops * 1e12), self.bytes / (ceilings.tbps * 1e12))
 
     def bound(self, ceilings: Ceilings) -> str:
-        """ "memory" or "arithmetic", whichever takes longer at the ceilings, or "balanced": within `BALANCED` alike."""
+        """ "memory" or "arithmetic", whichever takes longer at the ceilings, or "balanced" if within `BALANCED`."""
         if abs(self.intensity - ceilings.ridge) <= BALANCED * ceilings.ridge:
             return "balanced"
         return "memory" if self.intensity < ceilings.ridge else "arithmetic"
 
 
 def is_in_fp8(step: str, shape: MoEShape) -> bool:
-    """Whether a step's products are in FP8 in a layer that is: those of `IN_FP8`, and wide weight gradients."""
+    """Whether a step of an FP8 layer computes its products in FP8: the steps in `IN_FP8` and wide weight gradients."""
     by_row = {"down_proj_wgrad": shape.intermediate_size, "up_proj_wgrad": shape.width}.get(step, 0)
     return step in IN_FP8 or quantizes_wgrad(shape.hidden_size, by_row)
 
 
 def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
-    """Kernel to cost, in the order they run; `FORWARD` writes h, as training does.
+    """{kernel: cost}, in the order they run; `FORWARD` writes h, as in training.
 
-    ``precision`` "fp8": what up_proj, down_proj, down_proj_dgrad and up_proj_dgrad read has a byte an element, and x,
-    do and dh are read and written once more to be quantised (docs/fp8.md); their scales are not counted. Weights count
-    as kept. down_proj_wgrad and up_proj_wgrad see `_wgrad_cost`.
+    ``precision`` "fp8": operands of up_proj, down_proj, down_proj_dgrad and up_proj_dgrad have one byte per element;
+    x, do and dh are read and written once more to be quantised (docs/fp8.md); scales are not counted. Weights count as
+    already quantised. down_proj_wgrad and up_proj_wgrad: see `_wgrad_cost`.
     """
     tokens, d, n = shape.num_tokens, shape.hidden_size, shape.intermediate_size
     rows, w, size = shape.num_rows, shape.width, shape.element_bytes
@@ -86,9 +86,9 @@ def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
 
 
 def _wgrad_cost(shape: MoEShape, columns: int, precision: str) -> Cost:
-    """down_proj_wgrad's, of n columns, or up_proj_wgrad's, of w. In FP8 do or x is quantised, then gathered into a
-    transposed copy; a_scaled or dh is read for its largest magnitudes, and again to be quantised into one; the GEMM
-    reads both copies.
+    """The cost of down_proj_wgrad (``columns`` n) or up_proj_wgrad (w). In FP8 do or x is quantised, then gathered into
+    a transposed copy; a_scaled or dh is read once for its largest magnitudes and once to be quantised into a transposed
+    copy; the GEMM reads both copies.
     """
     d, rows, size = shape.hidden_size, shape.num_rows, shape.element_bytes
     by_token, by_row, index = shape.num_tokens * d, rows * columns, _INDEX_BYTES * rows
@@ -100,7 +100,7 @@ def _wgrad_cost(shape: MoEShape, columns: int, precision: str) -> Cost:
 
 
 def router_costs(shape: MoEShape) -> tuple[Cost, Cost]:
-    """The router's GEMMs, forward and backward: logits (T, E) from x and its weight (E, d), and both gradients."""
+    """(forward, backward) costs of the router's GEMMs: logits (T, E) from x and weight (E, d), and both gradients."""
     tokens, d, experts = shape.num_tokens, shape.hidden_size, shape.num_experts
     x, weight = shape.element_bytes * tokens * d, shape.element_bytes * experts * d
     logits = 4 * tokens * experts  # fp32
@@ -109,7 +109,7 @@ def router_costs(shape: MoEShape) -> tuple[Cost, Cost]:
 
 
 def layer_roofline_ms(shape: MoEShape, ceilings: Ceilings) -> tuple[float, float]:
-    """(forward, backward) of the layer with its router: the sum of its kernels' rooflines, in milliseconds."""
+    """(forward, backward) milliseconds of the layer with its router: the sums of its kernels' rooflines."""
     costs, router = kernel_costs(shape), router_costs(shape)
     forward = sum(costs[name].roofline_ms(ceilings) for name in FORWARD) + router[0].roofline_ms(ceilings)
     backward = sum(costs[name].roofline_ms(ceilings) for name in BACKWARD) + router[1].roofline_ms(ceilings)

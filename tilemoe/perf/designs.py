@@ -1,15 +1,15 @@
-"""What other designs of the layer compute, move, keep and take, beside ours: ScatterMoE's and PyTorch's grouped_mm's.
+"""FLOPs, bytes, memory and time of two other designs of the layer: ScatterMoE's and PyTorch's grouped_mm's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R routed rows · w = 2n gated, n not
 
-Both keep y (R, d) for the scores' gradient, and grouped_mm the gathered input (R, d): the two tensors that grow with
-finer experts and that tilemoe does without. Bytes count each operand of each kernel once; of what is added atomically
-into rows that no cache holds, each addition reads and writes. What is kept, and both peaks, are those recorded in
-results/layer.jsonl, which tests hold the sums to.
+Both keep y (R, d) for the scores' gradient, and grouped_mm also keeps the gathered input (R, d): the two tensors that
+grow with finer experts and that tilemoe does not store. Bytes count each operand of each kernel once; an atomic add to
+rows that no cache holds counts one read and one write per addition. Tests compare the saved bytes and both peaks with
+those recorded in results/layer.jsonl.
 
-A step's time is `predict`'s: launch + max(F / f + B / b, roofline). ScatterMoE's f and b are fitted by
-benchmarks/fit_planner.py to its recorded layers, since its kernels were never timed one by one. grouped_mm has one
-recorded layer, too few to fit: its products take the rates of our own, which the same power limits.
+A step's time is `predict`'s: launch + max(F / f + B / b, roofline). benchmarks/fit_planner.py fits ScatterMoE's f and b
+to its recorded layers, since its kernels were never timed one by one. grouped_mm has one recorded layer, too few to
+fit: its products use our own rates, since the same power limit applies.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tilemoe.perf.padding import padded_rows
 from tilemoe.perf.predict import LAUNCH_MS, RATES, Rate, rate_on
 from tilemoe.shape import MoEShape
 
-_OFFSET_BYTES = 8  # of an expert's end among the rows
+_OFFSET_BYTES = 8  # per expert: where its rows end
 _FP32 = 4
-_MOST_BYTES = 1 << 31  # of a tensor that PyTorch sums with 32-bit offsets
-_TILE = 128  # rows of ScatterMoE's tiles; of grouped_mm's on Hopper, where experts have more on average
+_MOST_BYTES = 1 << 31  # largest tensor that PyTorch sums with 32-bit offsets
+_TILE = 128  # rows of ScatterMoE's tiles, and of grouped_mm's on Hopper if experts have more rows on average
 _SMALL_TILE = 64
-# Rows that a weight gradient's contraction of each expert is rounded up to.
+# Each expert's contraction in a weight gradient is rounded up to a multiple of these rows.
 _SCATTERMOE_UNIT, _GROUPED_MM_UNIT = 32, 64
-# Of ScatterMoE, as benchmarks/fit_planner.py prints them: its Triton GEMMs, its sums over K as batched products of
-# one row each, and milliseconds of the forward in which the host waits for the experts' counts.
+# ScatterMoE's constants, as benchmarks/fit_planner.py prints them: rates of its Triton GEMMs and of its sums over K (as
+# batched products of one row each), and milliseconds that its forward waits on the host for the experts' counts.
 SCATTERMOE_RATES = MappingProxyType({"products": Rate(527.5, 6.901), "sums": Rate(math.inf, 1.214)})
 SCATTERMOE_WAIT_MS = 0.9037
 _PASSES = RATES["combine"]
@@ -41,7 +41,7 @@ _PASSES = RATES["combine"]
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel: its cost, the FLOPs that its tiles compute, the rates that its time is from, and what it waits besides.
+    """A kernel: its cost, its rates, the FLOPs that its tiles compute, and its additional waiting time.
 
     ``flops`` None: the cost's own.
     """
@@ -59,8 +59,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Design:
-    """Steps of forward and backward in order; bytes kept for the backward and the most at once in either, all gradients
-    counted; rows of a tile of the products, and those computed beyond R, over R.
+    """The steps of forward and backward in order; bytes saved for backward; peak bytes of forward and of backward,
+    gradients included; rows of a GEMM tile; and the rows computed beyond R, divided by R.
     """
 
     forward: dict[str, Step]
@@ -73,7 +73,7 @@ class Design:
 
 
 class _Sizes:
-    """Bytes of each tensor, its gradient alike; s: one number of fp32 and one index for each row."""
+    """Bytes of each tensor; its gradient has as many. s: one fp32 number and one index per row."""
 
     def __init__(self, shape: MoEShape) -> None:
         size, rows, d = shape.element_bytes, shape.num_rows, shape.hidden_size
@@ -88,12 +88,12 @@ class _Sizes:
 
 
 def scattermoe(shape: MoEShape) -> Design:
-    """Gathers inside the GEMMs' loads and scatters in their stores; the backward groups do and x into copies.
+    """ScatterMoE: gathers in the GEMMs' loads, scatters in their stores; the backward copies do and x in expert order.
 
     The steps of ScatterMoE 0.3's ``GLUMLP`` (arXiv 2403.08245; github.com/shawntan/scattermoe) with plain PyTorch
     between its kernels: y (R, d) in the order of tokens, ``o_t = s_t y_t`` and ``ds_t = y_t do_t`` as batched products,
-    gate and up as two tensors, weight gradients written over zeros. Its tiles are of sorted rows, whosever they are: a
-    border between experts within one has it computed twice, 127 rows in 128 for each of E - 1.
+    gate and up as two tensors, weight gradients written over zeros. Its tiles are cut from all experts' sorted rows:
+    a tile that two experts share is computed twice. Each of the E - 1 borders costs 127 / 128 of a tile on average.
     """
     b = _Sizes(shape)
     padded = (_TILE - 1) * (shape.num_experts - 1) / shape.num_rows if shape.num_rows else 0.0
@@ -106,7 +106,7 @@ def scattermoe(shape: MoEShape) -> Design:
     def wgrad(flops: int, read: int, written: int) -> Step:
         return Step(Cost(flops, read, 2 * written), products, flops * in_wgrad)
 
-    silu = b.a if shape.is_gated else 0  # the gate's activation, kept beside a
+    silu = b.a if shape.is_gated else 0  # the gate's activation, kept besides a
     forward = {
         "sort and count": Step(Cost(0, b.s, b.s), wait_ms=SCATTERMOE_WAIT_MS),
         "up_proj": rows(b.up, b.x + b.w1 + b.s, b.h),
@@ -132,22 +132,22 @@ def scattermoe(shape: MoEShape) -> Design:
     }
     kept = 30 * shape.num_rows + b.offsets  # indices and scores
     saved = b.h + silu + b.a + b.y + kept
-    summing = b.in_fp32 if b.y > _MOST_BYTES else 0  # what PyTorch sums in where its offsets have 64 bits
+    summing = b.in_fp32 if b.y > _MOST_BYTES else 0  # PyTorch's fp32 sum buffer if offsets have 64 bits
     peak = max(
-        saved + b.w2 + b.a + shape.element_bytes * shape.num_rows,  # da beside dw2 and the scores' gradient
-        saved - b.y + b.w2 + (2 * b.a if shape.is_gated else b.h),  # both factors' gradients beside da, y freed
-        kept + b.w2 + b.h + b.y + b.w1 + b.x + summing,  # dx and dw1 beside dx's rows, which took the place of x's
+        saved + b.w2 + b.a + shape.element_bytes * shape.num_rows,  # da, dw2 and the scores' gradient
+        saved - b.y + b.w2 + (2 * b.a if shape.is_gated else b.h),  # both factors' gradients and da; y is freed
+        kept + b.w2 + b.h + b.y + b.w1 + b.x + summing,  # dx, dw1 and dx's rows, which replace x's
     )
     return Design(forward, backward, saved, saved + b.x, peak, _TILE, padded)
 
 
 def grouped_mm(shape: MoEShape) -> Design:
-    """A copy of x in expert order, two grouped GEMMs, compiled operations between them, a sum in fp32.
+    """grouped_mm: a copy of x in expert order, two grouped GEMMs, compiled operations between them, a sum in fp32.
 
     ``tilemoe.bench.peers.grouped_mm_experts``: two calls of ``torch.nn.functional.grouped_mm``, whose Hopper kernel has
-    tiles of 128 x 256 (ATen's GroupMM.cu: 64 x 128 where experts have 128 rows or fewer on average), under
-    torch.compile, which fuses what is between them and adds o and dx by atomics, o in fp32. Indices in the order of
-    experts. Of the backward peak: what is kept, dy and ds; or all of the last steps, dgrad before wgrad.
+    tiles of 128 x 256 (ATen's GroupMM.cu: 64 x 128 if experts have at most 128 rows on average), under
+    torch.compile, which fuses the operations between them and adds o and dx by atomics, o in fp32. Rows are in expert
+    order. The backward peak is either what is kept, dy and ds, or the last steps, which run dgrad before wgrad.
     """
     b, d, w = _Sizes(shape), shape.hidden_size, shape.width
     n, experts = shape.intermediate_size, shape.num_experts
@@ -185,16 +185,16 @@ def grouped_mm(shape: MoEShape) -> Design:
     saved = 2 * b.y + b.h + b.a + kept
     ds = _FP32 * shape.num_rows
     peak = ds + max(
-        saved + b.y,  # dy beside what is kept
-        saved + b.a + b.w2,  # da and dw2 beside dy, y freed
-        saved - b.y + b.h + b.w2,  # dh beside h and da
-        saved - b.a + b.w1 + b.w2,  # dx's rows and dw1 beside dh and x's rows
+        saved + b.y,  # dy and what is kept
+        saved + b.a + b.w2,  # da, dw2 and dy; y is freed
+        saved - b.y + b.h + b.w2,  # dh, h and da
+        saved - b.a + b.w1 + b.w2,  # dx's rows, dw1, dh and x's rows
     )
     return Design(forward, backward, saved, saved + b.in_fp32 + b.x, peak, tile, padded - 1)
 
 
 def _fill(columns: int, tile: int) -> float:
-    """Columns that tiles compute, over those there are."""
+    """Columns that tiles compute, divided by ``columns``."""
     return math.ceil(columns / tile) * tile / columns
 
 

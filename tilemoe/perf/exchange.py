@@ -1,4 +1,4 @@
-"""Exchange of tokens between GPUs that share a layer's experts: bytes and, across hosts, time, none of it hidden.
+"""Exchange of tokens between GPUs that share a layer's experts: bytes and, across hosts, time without any overlap.
 
 T tokens of a GPU · d hidden_size · E experts · K experts per token · X GPUs that share the experts: H hosts of G each
 """
@@ -15,13 +15,13 @@ from tilemoe.perf.hardware import DTYPE_BYTES, Gpu
 from tilemoe.perf.predict import layer_ms
 from tilemoe.shape import MoEShape
 
-LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
+LINK_SHARE = 370 / 450  # share of its stated link that a GPU reached (results/expert_parallel.jsonl, docs/lab)
 _BF16, _FP32 = 2, 4
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """H hosts of G GPUs, and what a GPU reaches, GB/s one way: ``link`` in its host, ``network`` to other hosts."""
+    """H hosts of G GPUs, and a GPU's bandwidth in GB/s one way: ``link`` in its host, ``network`` to other hosts."""
 
     hosts: int
     gpus: int
@@ -30,10 +30,10 @@ class Hosts:
 
 
 def reached(moe: MoEConfig, processes: int) -> float:
-    """How many of X processes, with E / X experts each, have any of a token's K random experts: the expected number.
+    """The expected number of X processes, with E / X experts each, that have any of a token's K random experts.
 
-    Hypergeometric: ``X (1 - C(E - E/X, K) / C(E, K))``. With routing by groups a token chooses among g of n groups. A
-    process has experts of m = max(1, n / X) groups; j of them are among the g, with a share j/m of its experts.
+    Hypergeometric: ``X (1 - C(E - E/X, K) / C(E, K))``. With grouped routing a token chooses among g of n groups. A
+    process has experts of m = max(1, n / X) groups; if j of them are among the g, tokens can choose j/m of its experts.
     """
     groups, eligible, k = moe.router.num_groups, moe.router.top_groups, moe.num_experts_per_tok
     own, here = max(1, groups // processes), moe.num_experts // processes
@@ -46,7 +46,7 @@ def reached(moe: MoEConfig, processes: int) -> float:
 
 
 def share_of(moe: MoEConfig, tokens: int, processes: int, element_bytes: int = _BF16) -> MoEShape:
-    """A GPU's share of a layer: as many rows as alone, of fewer experts and of the tokens that reach it."""
+    """A GPU's share of a layer: as many rows as one GPU alone, but fewer experts, and the tokens sent to it."""
     names = ("hidden_size", "intermediate_size", "is_gated", "save")
     sizes: dict[str, Any] = {name: getattr(moe, name) for name in names} | {"element_bytes": element_bytes}
     if processes == 1:
@@ -57,26 +57,26 @@ def share_of(moe: MoEConfig, tokens: int, processes: int, element_bytes: int = _
 
 
 def exchange_bytes(moe: MoEConfig, tokens: int, processes: int, dtype: str = "bf16") -> float:
-    """Bytes that a GPU sends in a layer's forward and backward: there, back, and both again; none to itself.
+    """Bytes that a GPU sends to others in a layer's forward and backward: rows to the experts and back, both twice.
 
-    A token crosses once to each process that holds any of its experts; there in a byte a value and a scale of four
-    where ``dtype`` is "fp8", back in bf16.
+    A token is sent once to each process that holds any of its experts. If ``dtype`` is "fp8", it has one byte per value
+    and a 4-byte scale on the way there, and is bf16 on the way back.
     """
     remote = reached(moe, processes) * (processes - 1) / processes
     return 2 * sum(_row_bytes(moe, dtype)) * tokens * remote
 
 
 def _row_bytes(moe: MoEConfig, dtype: str) -> tuple[int, int]:
-    """Of a token's row on its way to the experts, and on its way back."""
+    """Bytes of a token's row (on its way to the experts, on its way back)."""
     back = DTYPE_BYTES[dtype] * moe.hidden_size
     return (moe.hidden_size + _FP32 if dtype == "fp8" else back), back
 
 
 def copies(moe: MoEConfig, hosts: Hosts) -> dict[str, tuple[float, float]]:
-    """How many copies of each of its tokens a GPU sends to other hosts, and to other GPUs of the same host.
+    """Copies of each of its tokens that a GPU sends (to other hosts, to other GPUs of its host), by way of exchange.
 
-    "one exchange": a copy to each GPU that has any of its experts, wherever that is. "two levels": one to each host,
-    to the GPU with the sender's index there, which passes it on within the host.
+    "one exchange": a copy to each GPU that has any of the token's experts. "two levels": a copy to each such host, to
+    the GPU with the sender's index there, which passes it on within the host.
     """
     on_gpus, on_hosts = reached(moe, hosts.hosts * hosts.gpus), reached(moe, hosts.hosts)
     elsewhere, others = (hosts.hosts - 1) / hosts.hosts, (hosts.gpus - 1) / hosts.gpus
@@ -87,14 +87,14 @@ def copies(moe: MoEConfig, hosts: Hosts) -> dict[str, tuple[float, float]]:
 
 
 def crossing_ms(moe: MoEConfig, tokens: int, hosts: Hosts, way: str, row_bytes: float) -> float:
-    """For all tokens, in one direction. Copies on one kind of link take turns; the two kinds work at the same time."""
+    """Milliseconds for all tokens, one way. Copies on one kind of link add up; the two kinds of links overlap."""
     network, link = copies(moe, hosts)[way]
     return tokens * row_bytes * max(network / hosts.network, link / hosts.link) / 1e6
 
 
 def exchange_plan(moe: MoEConfig, tokens: int, gpu: Gpu, hosts: Hosts, dtype: str) -> Mapping[str, Any]:
-    """A layer on the hosts, as plain values: its computation, and each way's copies, its milliseconds in the forward,
-    which the backward takes once more, and the layer's forward and backward.
+    """A layer on the hosts, as plain values: its computation; for each way its copies, its milliseconds in the forward
+    (the backward takes as many), and the layer's forward and backward.
     """
     gpus = hosts.hosts * hosts.gpus
     computed = layer_ms(share_of(moe, tokens, gpus, DTYPE_BYTES[dtype]), gpu, dtype)

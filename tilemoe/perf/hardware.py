@@ -1,17 +1,17 @@
-"""GPUs: what their makers state and, where it was measured, what kernels reach there. Nothing is measured here."""
+"""GPUs: the makers' stated figures and, for some, rates measured elsewhere. Nothing is measured here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# Bytes of an element of x and h. Of FP8, which quantises operands, x and h stay in 16 bits.
+# Bytes per element of x and h. With FP8, which quantises GEMM operands, x and h stay in 16 bits.
 DTYPE_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp8": 2, "tf32": 4, "fp32": 4})
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """TFLOP/s (1e12 operations) and TB/s (1e12 bytes read + written) to hold a kernel against."""
+    """The TFLOP/s (1e12 operations) and TB/s (1e12 bytes read + written) with which kernels are compared."""
 
     tflops: float
     tbps: float
@@ -25,11 +25,11 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Stated figures: TFLOP/s dense by dtype (fp8_tflops 0: none), memory in TB/s and GB (1e9 bytes), the link to other
-    GPUs of the host in GB/s, one way; ``source`` says whose.
+    """Stated figures: dense TFLOP/s by dtype (fp8_tflops 0: no FP8), memory in TB/s and GB (1e9 bytes), the link to
+    other GPUs of the host in GB/s, one way; ``source`` names the document.
 
-    ``capability`` (10 * major + minor; 0: no NVIDIA GPU) and ``shared_bytes`` of a CTA say which tiles kernels have.
-    ``measured_bf16_tflops`` (8192^3 matrix product) and ``measured_tbps`` (device copy) are None where nobody measured.
+    ``capability`` (10 * major + minor; 0: no NVIDIA GPU) and ``shared_bytes`` per CTA determine the kernels' tiles.
+    ``measured_bf16_tflops`` (8192^3 matrix product) and ``measured_tbps`` (device copy) are None if not measured.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Gpu:
 
     @property
     def interpreted(self) -> bool:
-        """As of `tilemoe.runtime.device.Device`: never."""
+        """False; for `choose_tile`, as in `tilemoe.runtime.device.Device`."""
         return False
 
     def stated_tflops(self, dtype: str = "bf16") -> float:
@@ -57,13 +57,13 @@ class Gpu:
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
         others = {"fp8": self.fp8_tflops, "tf32": self.tf32_tflops, "fp32": self.fp32_tflops}
-        stated = others.get(dtype, self.bf16_tflops)  # a matrix unit's fp16 rate is its bf16 rate, fp32 accumulators
+        stated = others.get(dtype, self.bf16_tflops)  # fp16 has bf16's rate, both with fp32 accumulators
         if stated == 0:
             raise ValueError(f"dtype {dtype!r}: the {self.name} has no such matrix unit; choose bf16")
         return stated
 
     def ceilings(self, dtype: str = "bf16") -> Ceilings:
-        """Measured ceilings of 16-bit types where there are any, else stated ones. ValueError: see `stated_tflops`."""
+        """Measured ceilings for 16-bit dtypes if there are any, else stated ones. ValueError: see `stated_tflops`."""
         stated = self.stated_tflops(dtype)
         if dtype in ("bf16", "fp16") and self.measured_bf16_tflops is not None and self.measured_tbps is not None:
             return Ceilings(self.measured_bf16_tflops, self.measured_tbps, is_measured=True)
@@ -101,9 +101,9 @@ GPUS = MappingProxyType(
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of the table whose name occurs in ``name``, in any case, words joined by a space, - or _.
+    """The GPU of the table whose name occurs in ``name``, in any case, with words joined by a space, - or _.
 
-    "NVIDIA H200" and "h200" find "H200", "rtx-4090" "RTX 4090". ValueError lists them.
+    "NVIDIA H200" and "h200" find "H200"; "rtx-4090" finds "RTX 4090". ValueError: none does; it lists the table.
     """
     spelled = name.lower().replace("-", " ").replace("_", " ")
     for known in sorted(GPUS, key=len, reverse=True):

@@ -1,4 +1,4 @@
-"""One layer on one GPU, as a table of plain values: what `tilemoe plan` prints, and gives as JSON.
+"""One layer on one GPU, as a table of plain values, which `tilemoe plan` prints or gives as JSON.
 
 T tokens · R routed rows
 """
@@ -31,11 +31,11 @@ MEASURED, SPEC = "measured", "spec"
 
 
 def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
-    """Sizes, the GPU's ceilings and where they are from, memory, padding, steps, times, and the other designs.
+    """Sizes, the GPU's ceilings and their source, memory, padding, steps, times, and the other designs.
 
-    Bytes, milliseconds, FLOP and FLOP/byte. ValueError for a dtype that the GPU has not.
+    Units: bytes, milliseconds, FLOP and FLOP/byte. ValueError: the GPU does not support ``dtype``.
     """
-    wide = "bf16" if dtype == "fp8" else dtype  # what the other designs compute in where ours computes in FP8
+    wide = "bf16" if dtype == "fp8" else dtype  # the other designs' dtype if ours is FP8
     steps = _steps(shape, gpu, dtype)
     rooflines, predicted = sums(steps, "roofline_ms"), dict(zip(PARTS, layer_ms(shape, gpu, dtype), strict=True))
     return {
@@ -59,7 +59,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
 
 
 def sums(steps: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """The sum of ``key`` over all steps that have it, by part."""
+    """{part: the sum of ``key`` over its steps that have it}."""
     known = [step for step in steps if key in step]
     return {part: sum(step[key] for step in known if step["part"] == part) for part in PARTS}
 
@@ -79,7 +79,7 @@ def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
 
 
 def _steps(shape: MoEShape, gpu: Gpu, dtype: str) -> list[dict[str, Any]]:
-    """Each step of forward and backward, in order; choosing experts and planning have no FLOPs or bytes to speak of."""
+    """Each step of forward and backward, in order; routing and planning have negligible FLOPs and bytes."""
     known = costs(shape, dtype)
     return [
         _step(step, part, gpu, operand_dtype(step, shape, dtype), known.get(step), step_ms(step, shape, gpu, dtype))

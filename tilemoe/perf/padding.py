@@ -1,4 +1,4 @@
-"""Rows that GEMM tiles compute and no token asked for, of random routing: an exact expectation, nothing is drawn.
+"""Padding rows that GEMM tiles compute under random routing: the exact expectation, without sampling.
 
 T tokens · E experts · K experts per token · X rows of an expert
 """
@@ -10,12 +10,12 @@ from functools import lru_cache
 
 from tilemoe.shape import MoEShape
 
-_SPREAD = 12  # standard deviations from the mean beyond which a term is below 1e-30
+_SPREAD = 12  # standard deviations from the mean; terms beyond are below 1e-30
 
 
 @lru_cache(maxsize=1024)
 def expected_units(trials: int, probability: float, unit: int) -> float:
-    """``E[ceil(X / unit)]`` for X binomial of ``trials`` and ``probability``."""
+    """``E[ceil(X / unit)]`` for binomial X with ``trials`` and ``probability``."""
     if probability >= 1:
         return math.ceil(trials / unit)
     mean = trials * probability
@@ -32,10 +32,10 @@ def expected_units(trials: int, probability: float, unit: int) -> float:
 
 
 def padded_rows(shape: MoEShape, unit: int) -> float:
-    """Rows of all experts, each expert's rounded up to ``unit``, where tokens choose K of E experts at random.
+    """Rows of all experts, each expert's rounded up to ``unit``, if tokens choose K of E experts at random.
 
-    Each token chooses K different experts, all sets alike, so the rows of one expert are binomial (T, K / E):
-    ``E unit E[ceil(X / unit)]``. A layer with rows of its own (``shape.rows``) has R / T for K.
+    Each token chooses K different experts, all sets equally likely, so an expert's rows are binomial (T, K / E):
+    ``E unit E[ceil(X / unit)]``. If ``shape.rows`` is given, R / T replaces K.
     """
     if shape.num_rows == 0:
         return 0.0
@@ -44,5 +44,5 @@ def padded_rows(shape: MoEShape, unit: int) -> float:
 
 
 def padding_waste(shape: MoEShape, unit: int) -> float:
-    """Rows that are computed beyond R, over R; 0 where there are none."""
+    """Rows computed beyond R, divided by R; 0 if R is 0."""
     return padded_rows(shape, unit) / shape.num_rows - 1 if shape.num_rows else 0.0

@@ -1,20 +1,20 @@
-"""The time that a kernel takes, from its FLOPs, its bytes and constants fitted to recorded times.
+"""Predicts a kernel's time from its FLOPs, its bytes and constants fitted to recorded times.
 
-A GEMM runs here at the board's power limit, where time is energy: so much for a FLOP, so much for a byte
+GEMMs run at the board's power limit, where time is proportional to energy: so much per FLOP, so much per byte
 (docs/lab/power.md at 36a9631). So
 
     t = launch + max(F / f + B / b, roofline)
 
-F  FLOPs with the rows that tiles pad (`padding`) and the SMs that the last wave leaves idle
+F  FLOPs, including the rows that tiles pad (`padding`) and the SMs that the last wave leaves idle
 B  bytes, each operand once (`costs`)
-f, b  TFLOP/s and TB/s of a kind of kernel: a byte that hides behind products costs less than its time, so b may exceed
-      the memory's bandwidth
+f, b  TFLOP/s and TB/s of a kind of kernel: loads that overlap with products cost less than their own time, so b may
+      exceed the memory's bandwidth
 
-Choosing experts and planning take launches and a time for each logit (T E) and for each pair (R).
+Choosing experts and planning take their launches plus a time per logit (T E) and per pair (R).
 
-Fitted on an H200 by benchmarks/fit_planner.py, which says on which cases; on another GPU f and b are scaled by what the
-makers state, and nobody has checked them ("spec"). Those of GEMMs in FP8 are from an H100, which has the H200's SMs and
-power limit, and count as an H200's; those of weight gradients are an H200's.
+benchmarks/fit_planner.py fitted the constants on an H200 and lists the cases. For another GPU f and b are scaled by the
+makers' stated figures; nobody has checked them ("spec"). Rates of FP8 GEMMs were measured on an H100, which has the
+H200's SMs and power limit, and count as an H200's; rates of FP8 weight gradients were measured on an H200.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from tilemoe.shape import MoEShape
 LAYER_FORWARD = ("logits", "route", *FORWARD)
 LAYER_BACKWARD = (*BACKWARD, "route_grad", "logits_grad")
 LAUNCH_MS = 0.005
-LAUNCHES = MappingProxyType({"route": 3, "logits_grad": 3})  # every other step is one
+LAUNCHES = MappingProxyType({"route": 3, "logits_grad": 3})  # every other step is one launch
 _NOT_SHORT = hopper.STATIONARY.b_stages * hopper.BLOCK_K + 1
-SLICE_MS = 0.02  # of each slice of d beyond the first (tilemoe/kernels/experts/slicing.py)
+SLICE_MS = 0.02  # for each slice of d after the first (tilemoe/kernels/experts/slicing.py)
 FITTED_ON = "H200"
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a kind of step does in a millisecond: ``first`` GFLOP (f, in TFLOP/s), or ``second`` GB (b, in TB/s).
+    """In a millisecond, a kind of step does ``first`` GFLOP (f, in TFLOP/s) or ``second`` GB (b, in TB/s).
 
-    For choosing experts: millions of logits, or of pairs. Infinite where an amount costs nothing.
+    For choosing experts: millions of logits and of pairs. Infinite if an amount costs nothing.
     """
 
     first: float
@@ -88,19 +88,19 @@ RATES = MappingProxyType(
 
 
 def operand_dtype(step: str, shape: MoEShape, dtype: str) -> str:
-    """What a step's products are in: of a layer in FP8 all but narrow weight gradients and the router."""
+    """The dtype of a step's products: in an FP8 layer "bf16" for narrow weight gradients and the router."""
     return "bf16" if dtype == "fp8" and not is_in_fp8(step, shape) else dtype
 
 
 def costs(shape: MoEShape, dtype: str) -> dict[str, Cost]:
-    """Cost of each kernel and of the router's products, by step."""
+    """{step: cost} of each kernel and of the router's products."""
     logits, logits_grad = router_costs(shape)
     precision = "fp8" if dtype == "fp8" else "bf16"
     return {"logits": logits, **kernel_costs(shape, precision), "logits_grad": logits_grad}
 
 
 def amounts(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, float]:
-    """The amounts that `Rate` is for: F in GFLOP and B in GB; for choosing experts, millions of logits and of pairs."""
+    """The amounts for `Rate`: F in GFLOP and B in GB; for choosing experts, millions of logits and of pairs."""
     if step.startswith("route"):
         return shape.num_tokens * shape.num_experts / 1e6, shape.num_rows / 1e6
     cost = costs(shape, dtype)[step]
@@ -109,7 +109,7 @@ def amounts(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[
 
 
 def _padded_flops(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> float:
-    """Expected FLOPs of all tiles under random routing, the last wave of tiles counted as if it filled all SMs."""
+    """Expected FLOPs of all tiles under random routing, counting the last wave of tiles as if it filled all SMs."""
     tile_rows, unit, tile_columns = _tile(kernel, shape, gpu)
     width_in, width_out = gemm_widths(kernel, shape.hidden_size, shape.intermediate_size, shape.width)
     across = math.ceil(_parts(kernel, shape) * width_out / tile_columns)
@@ -123,7 +123,7 @@ def _padded_flops(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> float:
 
 
 def gemm_widths(kernel: Kernel, d: int, n: int, w: int) -> tuple[int, int]:
-    """(contraction, columns) of a row GEMM, of up_proj the columns of a; of a weight gradient its rows and columns."""
+    """(contraction, columns) of a row GEMM, for up_proj a's columns; for a weight gradient its (rows, columns)."""
     return {
         "up_proj_act": (d, n),
         "down_proj": (n, d),
@@ -135,19 +135,19 @@ def gemm_widths(kernel: Kernel, d: int, n: int, w: int) -> tuple[int, int]:
 
 
 def _parts(kernel: Kernel, shape: MoEShape) -> int:
-    """Of a tile's columns: gate and up have as many each."""
+    """Column blocks per tile: 2 for a gated up_proj, whose tile has gate and up columns, else 1."""
     return 2 if kernel == "up_proj_act" and shape.is_gated else 1
 
 
 def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
-    """(rows, rows that an expert's are rounded up to, columns) of the kernel's tile there.
+    """(rows, the multiple that an expert's rows are rounded up to, columns) of the kernel's tile on ``gpu``.
 
-    Of a weight gradient the rows are the output's, and an expert's rows are the contraction.
+    For a weight gradient, rows are the output's, and an expert's rows are the contraction.
     """
     width_in, width_out = gemm_widths(kernel, shape.hidden_size, shape.intermediate_size, shape.width)
     takes_hopper = gpu.capability == hopper.CAPABILITY and shape.element_bytes == 2
     if takes_hopper and hopper.why_slower(kernel, width_in, width_out) is None:
-        # Of short contractions, too: the rates are of times before they had others.
+        # Short contractions have other tiles now, but the rates were fitted before they had.
         tile = hopper.tile_of(kernel, max(width_in, _NOT_SHORT))
         unit = hopper.WARPGROUP_M if kernel in KINDS["rows"] else tile.block_m
         return tile.block_m, hopper.BLOCK_K if kernel in WEIGHT_GRADS else unit, tile.block_n
@@ -163,15 +163,15 @@ def row_tile(shape: MoEShape, gpu: Gpu) -> int:
 
 
 def step_ms(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> float:
-    """Predicted milliseconds of a step of `LAYER_FORWARD` or `LAYER_BACKWARD`; of a kernel in one slice."""
-    cost = costs(shape, dtype).get(step)  # None of choosing experts
+    """Predicted milliseconds of a step of `LAYER_FORWARD` or `LAYER_BACKWARD`, with d in a single slice."""
+    cost = costs(shape, dtype).get(step)  # None for choosing experts
     at_least = 0.0 if cost is None else cost.roofline_ms(gpu.ceilings(operand_dtype(step, shape, dtype)))
     taken = _rate(step, shape, gpu, dtype).milliseconds(*amounts(step, shape, gpu, dtype))
     return LAUNCH_MS * LAUNCHES.get(step, 1) + max(taken, at_least)
 
 
 def layer_ms(shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, float]:
-    """Predicted milliseconds of (forward, backward) of the layer with its router."""
+    """Predicted (forward, backward) milliseconds of the layer with its router."""
     forward, backward = (
         sum(step_ms(step, shape, gpu, dtype) for step in steps) for steps in (LAYER_FORWARD, LAYER_BACKWARD)
     )
@@ -180,12 +180,12 @@ def layer_ms(shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, flo
 
 
 def is_measured(gpu: Gpu, dtype: str) -> bool:
-    """Whether the rates were fitted on that GPU and for that dtype; otherwise they are the makers' figures scaled."""
+    """Whether the rates were fitted for this GPU and dtype; otherwise they are scaled by the makers' figures."""
     return gpu.name == FITTED_ON and DTYPE_BYTES.get(dtype) == 2
 
 
 def rate_on(fitted: Rate, gpu: Gpu, dtype: str, of: str = "bf16") -> Rate:
-    """A rate fitted for dtype ``of``, scaled by the figures that the makers state for both GPUs and dtypes."""
+    """A rate fitted for dtype ``of``, scaled to ``gpu`` and ``dtype`` by the makers' stated figures."""
     on = GPUS[FITTED_ON]
     flops_rate = gpu.stated_tflops(dtype) / on.stated_tflops(of)
     return Rate(fitted.first * flops_rate, fitted.second * gpu.tbps / on.tbps)
@@ -194,7 +194,7 @@ def rate_on(fitted: Rate, gpu: Gpu, dtype: str, of: str = "bf16") -> Rate:
 def _rate(step: str, shape: MoEShape, gpu: Gpu, dtype: str) -> Rate:
     product = operand_dtype(step, shape, dtype)
     kind = f"fp8 {KIND_OF[step]}" if product == "fp8" else KIND_OF[step]
-    if step.startswith("route"):  # both amounts as bytes are
+    if step.startswith("route"):  # scale both amounts like bytes
         bytes_rate = gpu.tbps / GPUS[FITTED_ON].tbps
         return Rate(RATES[kind].first * bytes_rate, RATES[kind].second * bytes_rate)
     return rate_on(RATES[kind], gpu, product, "fp8" if product == "fp8" else "bf16")

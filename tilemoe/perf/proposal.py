@@ -1,9 +1,9 @@
-"""The settings of a step proposed for a model, a number of GPUs and a global batch: the fastest predicted that fit.
+"""Proposes a step's settings for a model, a number of GPUs and a global batch: the fastest predicted that fit.
 
 B sequences of a micro-batch · A micro-batches of a step · N GPUs · X GPUs that share a layer's experts · T = B S tokens
 
-What may vary is B, whether experts are divided, what is recomputed and what a GPU keeps whole between micro-batches.
-`tilemoe plan` shows what `propose` finds, and ``--data.batch-size auto`` takes it.
+It varies B, whether experts are divided, what is recomputed and what a GPU keeps unsharded between micro-batches.
+`tilemoe plan` shows the result of `propose`, and ``--data.batch-size auto`` uses it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tilemoe.perf.training import Setup, fewest_gpus, fits, memory_parts
 OF_A_HOST = 8
 CARDS = (16, 24, 48, 80, 141)  # GB
 # Fitted to the recorded steps of 7b, its 16 layers, 1b, single-gpu and olmoe (tests/perf/test_perf_proposal.py).
-DENSE_MFU = 0.7  # of the stated rate: attention, projections and the head
-BLOCK_PASSES = 70  # over (T, d) in bf16, forward and backward: norms, rotary positions, residuals, copies
-BLOCK_SECONDS = 2.8e-3  # of each block and micro-batch, whatever its size: what the host and short kernels take
-# An exchanging layer's time over its computation and its bytes, none hidden (docs/distributed.md, 7B-n256).
+DENSE_MFU = 0.7  # MFU of attention, projections and the head
+BLOCK_PASSES = 70  # passes over (T, d) in bf16, forward and backward: norms, rotary positions, residuals, copies
+BLOCK_SECONDS = 2.8e-3  # fixed cost per block and micro-batch: the host and short kernels
+# An exchanging layer's time over the sum of its computation's and its transfers' times (docs/distributed.md, 7B-n256).
 EXCHANGED = 1.14
-RECOMPUTED = 1.15  # how much faster such settings have to be: no recorded step recomputes
+RECOMPUTED = 1.15  # settings that recompute must be faster by this: no recorded step recomputes
 _ADAMW_BYTES, _PASS_BYTES, _BF16, _FP32 = 28, 2, 2, 4
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """``sequences`` of each of a step's ``accumulation`` micro-batches, and the predicted seconds of a step."""
+    """A step of ``accumulation`` micro-batches with ``sequences`` each, and its predicted ``seconds``."""
 
     setup: Setup
     sequences: int
@@ -49,12 +49,12 @@ class Proposal:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a GPU."""
+        """Per GPU."""
         return self.sequences * self.accumulation * self.setup.seq_len / self.seconds
 
     @property
     def bytes(self) -> int:
-        """At the peak."""
+        """Peak bytes per GPU."""
         return sum(memory_parts(self.setup, self.sequences).values())
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Proposal:
         return f"{settings}; predicted {self.tokens_per_second:,.0f} tokens/s of a GPU in {room}"
 
     def settings(self) -> dict[str, Any]:
-        """The trainer's, by name."""
+        """The trainer's settings, by name."""
         setup = self.setup
         return {
             "data.batch_size": self.sequences,
@@ -77,7 +77,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Choices:
-    """What `propose` chooses among; one of each where it is given."""
+    """The values that `propose` chooses among; a single one if the user gave it."""
 
     expert_parallel: Sequence[int] = (1,)
     checkpointing: Sequence[Checkpointing] = CHECKPOINTING_MODES
@@ -85,9 +85,9 @@ class Choices:
 
 
 def propose(setup: Setup, sequences: int, choices: Choices) -> Proposal | None:
-    """For ``sequences`` of a step on each GPU, on the GPUs, the memory and in the dtype of ``setup``; None: none fits.
+    """The fastest proposal for a step of ``sequences`` per GPU, with ``setup``'s GPUs and dtype; None: none fits.
 
-    Of equal times the one that takes less memory.
+    Among equal times, the one that takes less memory.
     """
     found = _that_fit(setup, sequences, choices)
     return min(found, key=lambda each: (each.ranked_seconds, each.bytes), default=None)
@@ -104,14 +104,14 @@ def _that_fit(setup: Setup, sequences: int, choices: Choices) -> Iterator[Propos
 
 
 def ways_to_share(moe: MoEConfig | None, gpus: int | None) -> tuple[int, ...]:
-    """GPUs that may share a layer's experts: one, and as many of a host as divide them. gpus None: any number."""
+    """Numbers of GPUs that may share a layer's experts: 1, and the most of a host that divide them. gpus None: any."""
     shared = 1 if moe is None else math.gcd(OF_A_HOST, moe.num_experts, gpus or 0)
     return tuple(dict.fromkeys((1, shared)))
 
 
 def proposal_rows(setup: Setup, sequences: int, choices: Choices) -> list[dict[str, Any]]:
-    """What `propose` finds, as plain values: on these GPUs, then there with each other way to recompute, then on such
-    GPUs with the memory of each other of `CARDS`.
+    """Results of `propose`, as plain values: on these GPUs, then there with each of the other checkpointing modes, then
+    on such GPUs with each of the other memory sizes in `CARDS`.
     """
     own = setup.gpu.memory_gb
     first = _row(setup, sequences, own, choices)
@@ -135,8 +135,8 @@ def _row(setup: Setup, sequences: int, memory_gb: float, choices: Choices) -> di
 
 
 def step_seconds(setup: Setup, sequences: int, accumulation: int) -> float:
-    """Of an optimiser step of ``accumulation`` micro-batches of ``sequences``: computation, then what crosses links, of
-    which nothing is hidden, then AdamW.
+    """Seconds of an optimiser step of ``accumulation`` micro-batches of ``sequences``: computation, plus FSDP's traffic
+    without any overlap, plus AdamW.
     """
     weights = setup.gathered_parameters - setup.expert_parameters // setup.expert_parallel
     others = setup.gpus // setup.expert_parallel
@@ -154,7 +154,7 @@ def step_seconds(setup: Setup, sequences: int, accumulation: int) -> float:
 
 
 def _micro_batch_seconds(setup: Setup, tokens: int) -> float:
-    """Forward and backward. Experts by `layer_ms`; a repeated block's run forward twice."""
+    """Seconds of forward and backward. Experts: by `layer_ms`; if blocks are recomputed, they run forward twice."""
     model, moe, length = setup.sizes, setup.sizes.moe, setup.seq_len
     forwards = 2 if setup.checkpointing == "block" else 1
     flops = flops_per_token(model, length) + repeated_flops_per_token(model, setup.checkpointing, length)
@@ -173,7 +173,7 @@ def _micro_batch_seconds(setup: Setup, tokens: int) -> float:
 
 
 def _memory_rate(gpu: Gpu) -> float:
-    """Bytes/s of a copy: as large a share of what is stated as was measured."""
+    """Bytes/s of a copy: the stated bandwidth times the share of it that was measured on `FITTED_ON`."""
     fitted_on = GPUS[FITTED_ON]
     assert fitted_on.measured_tbps is not None
     return gpu.tbps * fitted_on.measured_tbps / fitted_on.tbps * 1e12

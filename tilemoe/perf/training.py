@@ -3,9 +3,9 @@
 T tokens of a GPU's micro-batch · d model width · H, H_kv, D heads and their width · n intermediate_size · E experts ·
 K experts per token · V vocabulary · P parameters · N GPUs · X GPUs that share a layer's experts
 
-As `tilemoe train` does it: fp32 weights and AdamW, blocks compiled, the loss in chunks, activations checkpointed as
-`DecoderLM.set_checkpointing` has it. Over N GPUs by FSDP2: blocks gathered and computed in bf16, gradients reduced in
-fp32. One GPU alone computes under autocast: the residual stream is fp32, and each weight has a bf16 copy until its
+It models `tilemoe train`: fp32 weights and AdamW, compiled blocks, the loss in chunks, activation checkpointing as in
+`DecoderLM.set_checkpointing`. N GPUs use FSDP2: blocks are gathered and computed in bf16, gradients reduced in fp32.
+One GPU alone computes under autocast: the residual stream is fp32, and each weight has a bf16 copy until its
 backward.
 """
 
@@ -32,10 +32,10 @@ from tilemoe.perf.exchange import LINK_SHARE, exchange_bytes, share_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
 
-USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the allocator cannot hand out
+USABLE = 0.9  # share of a GPU's memory; the driver, NCCL and fragmentation take the rest
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
 MOST_GPUS, COMPARED = 1 << 14, 8
-_MOST_SEQUENCES = 1 << 20  # of a micro-batch
+_MOST_SEQUENCES = 1 << 20  # in a micro-batch
 _BF16, _FP32 = 2, 4
 _DAY = 86400
 
@@ -44,8 +44,8 @@ _DAY = 86400
 class Setup:
     """How a model is trained: N GPUs of which X share the experts, sequences of ``seq_len`` tokens, bf16 or fp8.
 
-    wrapped: in FSDP2. None: where there are several GPUs. checkpointing: what the backward computes again. kept: what a
-    GPU keeps whole between a step's micro-batches, ``parallel.between_micro_batches``.
+    wrapped: whether FSDP2 wraps the model; None: if there are several GPUs. checkpointing: what backward recomputes.
+    kept: what a GPU keeps unsharded between a step's micro-batches, ``parallel.between_micro_batches``.
     """
 
     model: ModelConfig | ModelSizes
@@ -64,13 +64,13 @@ class Setup:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all layers' routed experts."""
+        """The number of parameters of all layers' routed experts."""
         moe = self.sizes.moe
         return 0 if moe is None else self.sizes.num_moe_layers * moe.num_experts * expert_matrices(moe)
 
     @property
     def gathered_parameters(self) -> int:
-        """Those that a GPU computes with: all but the experts of the others."""
+        """The number of parameters that a GPU computes with: all but the other GPUs' experts."""
         others = 1 - 1 / self.expert_parallel
         return count_parameters(self.model) - math.ceil(others * self.expert_parameters)
 
@@ -80,7 +80,7 @@ class Setup:
 
 
 def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
-    """Bytes on each GPU by part, at the peak of a step with micro-batches of ``sequences``.
+    """Bytes on each GPU by part, at the peak of a step whose micro-batches have ``sequences`` sequences.
 
     "copies" are the weights that kernels read: gathered by FSDP2, or cast.
     """
@@ -93,10 +93,10 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     is_block_repeated = setup.checkpointing == "block"
     copies = _BF16 * (root + block if is_block_repeated else parameters)
     if setup.is_sharded:
-        copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
+        copies = _BF16 * (root + 2 * block) + _FP32 * block  # one block is prefetched, one gradient reduced
         if setup.kept != "nothing":
             copies = _BF16 * setup.gathered_parameters + _FP32 * block
-    if setup.dtype == "fp8":  # both copies, of a byte each: of all blocks where they are kept, of one where not
+    if setup.dtype == "fp8":  # two one-byte copies: of all blocks if they are kept, else of one
         is_one = is_block_repeated if setup.gpus == 1 else setup.kept == "nothing"
         copies += 2 * (1 if is_one else setup.sizes.num_moe_layers) * experts
     are_whole = setup.is_sharded and setup.kept == "weights_and_gradients"
@@ -118,23 +118,23 @@ def fits(setup: Setup, sequences: int) -> bool:
 
 
 def largest_micro_batch(setup: Setup) -> int:
-    """The most sequences of a micro-batch that fit; 0 where not even one does."""
+    """The most sequences of a micro-batch that fit; 0: not even one."""
     return most_that_fit(partial(fits, setup))
 
 
 def most_that_fit(does_fit: Callable[[int], bool]) -> int:
-    """The most sequences of a micro-batch for which it is true, as for all fewer; 0: not even one."""
+    """The largest number of sequences for which ``does_fit``, which must also hold for all fewer; 0: none."""
     return bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda sequences: not does_fit(sequences))
 
 
 def cheapest_that_fits(setup: Setup, modes: Sequence[Checkpointing] = CHECKPOINTING_MODES) -> Setup | None:
-    """With the first of ``modes``, the cheapest first, in which one sequence fits; None where it does in none."""
+    """``setup`` with the first of ``modes`` (cheapest first) in which one sequence fits; None: it fits in none."""
     return next((each for each in (replace(setup, checkpointing=mode) for mode in modes) if fits(each, 1)), None)
 
 
 def fewest_gpus(setup: Setup, modes: Sequence[Checkpointing] | None = None) -> int | None:
-    """The least power of two of GPUs, at least X, on which one sequence fits in one of ``modes``, or as ``setup`` has
-    it; None where `MOST_GPUS` are too few.
+    """The fewest GPUs, X times a power of two, on which one sequence fits in one of ``modes`` (None: in ``setup``'s
+    mode); None: `MOST_GPUS` are too few.
     """
     gpus = setup.expert_parallel
     while gpus <= MOST_GPUS:
@@ -145,11 +145,11 @@ def fewest_gpus(setup: Setup, modes: Sequence[Checkpointing] | None = None) -> i
 
 
 def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
-    """Of all GPUs, for micro-batches of ``sequences``.
+    """Tokens that all GPUs train per day, with micro-batches of ``sequences``.
 
-    ``flops / (mfu * stated bf16 rate)`` seconds a token, of the model's FLOPs and of those that are computed again; in
-    FP8 less what the experts' predicted time gains, with the experts shared more by what the tokens' way takes, of
-    which nothing is hidden. A repeated block's experts run forward twice, and so does the tokens' way there.
+    A token takes ``flops / (mfu * stated bf16 rate)`` seconds, of the model's and the recomputed FLOPs. FP8 subtracts
+    the experts' predicted gain; shared experts add the exchange of tokens, without any overlap. With checkpointed
+    blocks the experts run forward twice, and so do the exchanges of that forward.
     """
     model, moe, tokens = setup.sizes, setup.sizes.moe, sequences * setup.seq_len
     flops = flops_per_token(model, setup.seq_len) + repeated_flops_per_token(model, setup.checkpointing, setup.seq_len)
@@ -166,7 +166,7 @@ def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
 
 
 def _block_parameters(setup: Setup) -> tuple[int, int]:
-    """(parameters of a block that a GPU gathers, those of its routed experts among them): the widest block's."""
+    """(parameters that a GPU gathers for a block, the routed experts' among them), for the widest block."""
     model, moe = setup.sizes, setup.sizes.moe
     attention = max(mixer.matrices for _, mixer in model.mixers)
     dense = 3 * model.hidden_size * model.dense_intermediate_size if model.num_dense_layers else 0
@@ -178,7 +178,7 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
 
 
 def kept_bytes(setup: Setup, tokens: int) -> int:
-    """What all blocks keep for the backward. A recomputed block keeps its input alone, recomputed attention nothing."""
+    """Bytes that all blocks save for backward. A recomputed block saves its input, recomputed attention nothing."""
     model = setup.sizes
     if setup.checkpointing == "block":
         return model.num_layers * tokens * (_BF16 if setup.is_sharded else _FP32) * model.hidden_size
@@ -190,11 +190,11 @@ def kept_bytes(setup: Setup, tokens: int) -> int:
 
 
 def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
-    """Peak of one block's backward beside what all blocks keep: attention's or the experts' (``working``), and what the
-    block recomputes.
+    """Peak bytes of one block's backward besides what all blocks save: attention's or the experts' (``working``), and
+    what the block recomputes.
 
-    Recomputed attention takes its memory after the experts' backward; in a recomputed block, before it. How h is saved
-    does not matter in the latter: what is saved and what the backward allocates beside it have the same sum.
+    Attention is recomputed after the experts' backward, but a whole block before it. How h is saved does not matter in
+    the latter: what is saved and what the backward allocates besides it have the same sum.
     """
     mixer = max(_mixer_bytes(mixer, tokens) for _, mixer in setup.sizes.mixers)
     of_mixer = _BF16 * tokens * max(mixer.working for _, mixer in setup.sizes.mixers)
@@ -207,8 +207,8 @@ def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
 
 
 def _stream_bytes(setup: Setup, tokens: int) -> int:
-    """A block's residuals and normed inputs. On one GPU alone both residuals are fp32, and the experts' normed input is
-    kept twice: in fp32 for the router, and in bf16.
+    """Bytes of a block's residuals and normed inputs. On one GPU alone both residuals are fp32, and the experts' normed
+    input is saved twice: in fp32 for the router, and in bf16.
     """
     of_an_element = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
     return tokens * of_an_element * setup.sizes.hidden_size
@@ -223,7 +223,7 @@ def _dense_bytes(setup: Setup, tokens: int) -> int:
 
 
 def _experts_bytes(setup: Setup, tokens: int) -> int:
-    """Of a layer's routed experts, router and shared expert."""
+    """Bytes that a layer's routed experts, router and shared expert save."""
     moe = setup.sizes.moe
     if moe is None:
         return 0
@@ -233,8 +233,8 @@ def _experts_bytes(setup: Setup, tokens: int) -> int:
 
 
 def window_bytes(moe: MoEConfig, tokens: int, processes: int) -> int:
-    """The window through which ``processes`` of one host exchange tokens, shared by all layers: this process' rows, the
-    results of the most rows that it can receive, and where each token and pair goes.
+    """Bytes of the window through which ``processes`` of one host exchange tokens, shared by all layers: this process'
+    rows, the results of the most rows that it can receive, and the destinations of tokens and pairs.
     """
     if processes == 1:
         return 0
@@ -243,14 +243,14 @@ def window_bytes(moe: MoEConfig, tokens: int, processes: int) -> int:
 
 
 def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
-    """What the router keeps: logits (T, E) in fp32 and the chosen ids (T, K), int32."""
+    """Bytes that the router saves: logits (T, E) in fp32 and the chosen ids (T, K) in int32."""
     return 4 * tokens * (moe.num_experts + moe.num_experts_per_tok)
 
 
 def _moe_working_bytes(setup: Setup, tokens: int) -> int:
-    """What one layer's backward allocates beside what is kept, less h, which it frees; and the window.
+    """Bytes that one layer's backward allocates besides what is saved, less h, which it frees; and the window.
 
-    The tokens that came from others are not kept: the backward pulls them again, beside their outputs' gradients.
+    Tokens received from other GPUs are not saved: the backward pulls them again, besides their outputs' gradients.
     """
     moe, processes = setup.sizes.moe, setup.expert_parallel
     if moe is None:
@@ -270,10 +270,10 @@ def training_plan(
     daily_tokens: float | None,
     checkpointing: Checkpointing | None = None,
 ) -> dict[str, Any]:
-    """The model in bf16 and, where the GPU has it, FP8, with and without experts that X GPUs share, as plain values.
+    """The model in bf16 and, if the GPU supports it, FP8, with and without experts that X GPUs share, as plain values.
 
-    gpus None: the fewest that hold a sequence in each of these ways, so that they compare, but for ways that take more
-    than `COMPARED` times as many as the best. checkpointing None: the cheapest with which a sequence fits.
+    gpus None: the fewest on which one sequence fits in all of these ways, for a fair comparison; ignores ways that need
+    over `COMPARED` times as many as the best. checkpointing None: the cheapest mode in which one sequence fits.
     """
     modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
     setups = [
@@ -305,7 +305,7 @@ def training_plan(
 
 
 def _setup_plan(setup: Setup, modes: Sequence[Checkpointing], mfu: float, daily_tokens: float | None) -> dict[str, Any]:
-    """Memory with the largest micro-batch, or with one sequence where even that does not fit, which has no speed."""
+    """Memory and speed with the largest micro-batch; if not even one sequence fits, its memory and no speed."""
     setup = cheapest_that_fits(setup, modes) or replace(setup, checkpointing=modes[-1])
     sequences = largest_micro_batch(setup)
     row: dict[str, Any] = {
