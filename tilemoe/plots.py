@@ -1,7 +1,7 @@
-"""Every figure that the package draws, and what figures have in common. Needs matplotlib (tilemoe[plot]), which is
-imported only to draw.
+"""Every figure that the package draws, and their common style. Needs matplotlib (tilemoe[plot]), which is imported
+only to draw.
 
-Colours go from dark to light, so that they differ in greyscale too, each with its own marker, dash pattern and hatch.
+Colours go from dark to light, so that they also differ in greyscale; each has its own marker, dash pattern and hatch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH = 7.2  # inches of a figure: the width of a column of the site, at 96 pixels an inch
+WIDTH = 7.2  # inches: a figure fills a column of the site at 96 pixels per inch
 SEQUENTIAL = "cividis"  # the colour map for values: lightness grows with the value
 Row = Mapping[str, Any]
 
@@ -48,8 +48,8 @@ STYLES = (
     Style("#a6bddb", "^", (0, (5, 1)), "--"),
     Style("#d9d9d9", "P", (0, (3, 1, 1, 1)), ".."),
 )
-LABEL_MARGIN = 0.15  # of an axis, above the highest bar: its label stays inside of the frame
-_WHERE = MappingProxyType({"gpu": None, "commit": 7})  # how many characters of each are shown
+LABEL_MARGIN = 0.15  # share of an axis above the highest bar, so that its label stays inside the frame
+_WHERE = MappingProxyType({"gpu": None, "commit": 7})  # number of characters shown; None: all
 _PLAN_COLOURS = MappingProxyType({"forward": STYLES[4].colour, "backward": STYLES[2].colour})  # rooflines are black
 _PLAN_SIZES = MappingProxyType(
     {
@@ -66,7 +66,7 @@ _PLAN_SIZES = MappingProxyType(
 
 
 def spread(count: int) -> tuple[Style, ...]:
-    """``count`` of the `STYLES`, spread over their range of lightness; for a count of 1, the darkest.
+    """``count`` of the `STYLES`, spread over their range of lightness; for 1 the darkest.
 
     ValueError: ``count`` is negative or above the number of styles.
     """
@@ -77,23 +77,23 @@ def spread(count: int) -> tuple[Style, ...]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the figure by the suffix of ``path``, without the date; returns ``path``."""
+    """Write the figure in the format of ``path``'s suffix, without a date; returns ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
 
 def png(figure: Figure) -> bytes:
-    """The content of a .png file that says it is ours."""
+    """The content of a .png file whose metadata names this package."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", metadata={"Software": "tilemoe"})
     return drawn.getvalue()
 
 
 def ratio_bars(axis: Any, groups: Sequence[str], ratios: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """The bars of ``ratios`` {series: {group: height}} side by side in their groups, and a line at 1.
+    """Draw the bars of ``ratios`` {series: {group: height}} side by side in their groups, and a line at 1.
 
-    Returns matplotlib's containers of bars, one for each series. A series need not be in every group.
+    Returns matplotlib's containers of bars, one per series. A series may lack groups.
     """
     width = _bar_width(ratios)
     drawn = []
@@ -106,7 +106,7 @@ def ratio_bars(axis: Any, groups: Sequence[str], ratios: Mapping[str, Mapping[st
 
 
 def group_centres(groups: Sequence[str], ratios: Mapping[str, Any]) -> list[float]:
-    """Where the middle of each group is, as `ratio_bars` places them."""
+    """The position of each group's middle, as placed by `ratio_bars`."""
     return [place + 0.4 - _bar_width(ratios) / 2 for place in range(len(groups))]
 
 
@@ -127,17 +127,17 @@ def _distinct(values: Iterable[str]) -> list[str]:
 
 
 def run_figure(records: Sequence[Row], title: str) -> Figure:
-    """The losses, the throughput, how evenly tokens fall on experts and on the processes that share them, and the
+    """A run's losses, throughput, balance of tokens over experts and over the processes that share them, and the
     routers' entropy.
 
-    ``records``: a run's, as `tilemoe.train.metrics` describes them.
+    ``records``: the run's records, see `tilemoe.train.metrics`.
     """
     from matplotlib.figure import Figure
 
     evals = [record for record in records if record["kind"] == "eval"]
     load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
     train = [record for record in records if record["kind"] == "train"]
-    undecided = [record for record in train if record.get("router_entropy")]  # not recorded by release 0.1.0
+    undecided = [record for record in train if record.get("router_entropy")]  # release 0.1.0 did not record it
     shared = [record for record in train if record.get("rank_load")]
     if all(load == 1 for record in shared for load in record["rank_load"]):
         shared = []
@@ -160,7 +160,7 @@ def run_figure(records: Sequence[Row], title: str) -> Figure:
 
 
 def _label_steps(axes: Any, title: str, ylabel: str) -> None:
-    """The axes of what is drawn over the steps, its numbers in full."""
+    """Label axes that show a value over the steps, with numbers in full."""
     axes.set(title=title, xlabel="optimiser step", ylabel=ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)  # three panels may share a row
     axes.ticklabel_format(useOffset=False, style="plain")
@@ -168,7 +168,7 @@ def _label_steps(axes: Any, title: str, ylabel: str) -> None:
 
 
 def _draw_losses(axes: Any, train: Sequence[Row], evals: Sequence[Row]) -> None:
-    """The losses; those of a subset of the held-out text and those of all of it are two curves."""
+    """The losses; losses on a subset of the held-out text and on all of it are separate curves."""
     for label, records, style in (
         ("training", train, {"lw": 0.8, "color": STYLES[2].colour}),
         ("held-out, subset", [r for r in evals if not r["whole_split"]], STYLES[0].line),
@@ -181,7 +181,7 @@ def _draw_losses(axes: Any, train: Sequence[Row], evals: Sequence[Row]) -> None:
 
 
 def _draw_throughput(axes: Any, train: Sequence[Row]) -> None:
-    """Of all processes together, as the progress line shows it."""
+    """The throughput of all processes together, as in the progress line."""
     axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color=STYLES[0].colour)
     _label_steps(axes, "throughput of all processes", "throughput [tokens/s]")
     axes.set_ylim(0, 1.1 * max((r["tokens_per_second"] for r in train), default=1.0))
@@ -189,7 +189,7 @@ def _draw_throughput(axes: Any, train: Sequence[Row]) -> None:
 
 
 def _draw_layers(axes: Any, train: Sequence[Row], field: str, title: str, ylabel: str) -> None:
-    """A line per MoE layer, the first the darkest."""
+    """A line per MoE layer; the first is the darkest."""
     steps, layers = [r["step"] for r in train], list(zip(*(r[field] for r in train), strict=True))
     for layer, values in enumerate(layers):
         axes.plot(steps, values, lw=0.8, color=str(0.8 * layer / len(layers)), label=f"MoE layer {layer}")
@@ -199,7 +199,7 @@ def _draw_layers(axes: Any, train: Sequence[Row], field: str, title: str, ylabel
 
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
-    """A heat map, MoE layers x experts, of each expert's share over the layer's mean: 1 is perfect balance."""
+    """A heat map, MoE layers x experts, of each expert's tokens over the layer's mean: 1 is perfect balance."""
     share = [[len(layer) * count / max(sum(layer), 1) for count in layer] for layer in tokens_per_expert]
     image = axes.imshow(share, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=2.0, interpolation="nearest")
     axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")
@@ -240,9 +240,9 @@ def plan_figure(plan: Row) -> Figure:
 
 
 def layer_figure(rows: Sequence[Row], mode: str) -> Figure:
-    """Times of the others over ours, forward and backward, a group of bars for each case.
+    """The other contestants' times over ours, forward and backward, with a group of bars for each case.
 
-    ``rows``: of results/layer.jsonl, the newest of each case and contestant, in the order to be shown.
+    ``rows``: results/layer.jsonl's newest row of each case and contestant, in the order to be shown.
     """
     from matplotlib.figure import Figure
 
@@ -267,9 +267,9 @@ def layer_figure(rows: Sequence[Row], mode: str) -> Figure:
 
 
 def kernels_figure(rows: Sequence[Row], mode: str) -> Figure:
-    """Percent of its roofline of each kernel and case. ``rows``: of results/kernels.jsonl, as of `layer_figure`.
+    """Each kernel's percentage of its roofline, for each case. ``rows``: results/kernels.jsonl's, as in `layer_figure`.
 
-    The roofline is of rates that were measured in the same rounds, so that a kernel can be above 100%.
+    The roofline uses rates measured in the same rounds, so a kernel can exceed 100%.
     """
     from matplotlib.figure import Figure
 
@@ -293,6 +293,6 @@ def kernels_figure(rows: Sequence[Row], mode: str) -> Figure:
 
 
 def _title(text: str, rows: Sequence[Row]) -> str:
-    """The text, and below it the GPUs and commits of the rows."""
+    """``text``, and below it the GPUs and commits of the rows."""
     gpus, commits = (", ".join(sorted({str(row[key])[:length] for row in rows})) for key, length in _WHERE.items())
     return f"{text}\n{gpus} · {commits}"

@@ -1,1 +1,1 @@
-"""Measuring the layer: cases, peers behind a check, timing in interleaved rounds, and the rows that are recorded."""
+"""Measuring the layer: cases, contestants and their check, timing in interleaved rounds, and recorded rows."""

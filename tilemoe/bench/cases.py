@@ -14,8 +14,8 @@ from tilemoe.files import read_text
 from tilemoe.shape import MoEShape
 
 _SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
-MOST_EXPERTS = 512  # and at most d: `check` gives each expert a logit of its own in bf16
-# Seven with recorded figures of other implementations: softmax over the kept scores, SwiGLU, bf16.
+MOST_EXPERTS = 512  # and at most d: `check` gives each expert a different logit in bf16
+# Seven cases that have recorded figures of other implementations: softmax over the kept scores, SwiGLU, bf16.
 MAIN = MappingProxyType(
     {
         "7B-n256": MoEShape(24576, 1536, 256, 128, 8),
@@ -27,7 +27,7 @@ MAIN = MappingProxyType(
         "30B-n256": MoEShape(32768, 4096, 256, 256, 16),
     }
 )
-# The paper's (arXiv 2512.14080) further granularities of its 1.4B, 7B, 30B and 120B models, and public models' layers.
+# Other granularities of the paper's (arXiv 2512.14080) 1.4B, 7B, 30B and 120B models, and layers of public models.
 MORE = MappingProxyType(
     {
         "1.4B-n512": MoEShape(40960, 768, 512, 64, 4),
@@ -48,9 +48,9 @@ CPU = MappingProxyType({"small": MoEShape(256, 256, 128, 8, 2)})  # seconds on t
 
 
 def find(names: str) -> dict[str, MoEShape]:
-    """Cases by name from "main", "all", "cpu", a comma-separated list or a .json file: {name: {"num_tokens": ...}}.
+    """{name: case} of "main", "all", "cpu", a comma-separated list or a .json file: {name: {"num_tokens": ...}}.
 
-    ValueError lists the names, or says what is off with the file.
+    ValueError: a name is unknown (the message lists all), or the file is wrong.
     """
     if names in ("main", "all", "cpu"):
         return dict({"main": MAIN, "all": ALL, "cpu": CPU}[names])

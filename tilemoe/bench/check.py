@@ -1,9 +1,9 @@
-"""The check before the stopwatch: a contestant whose output or gradients are wrong is not timed.
+"""The check before the timing: a contestant whose output or gradients are wrong is not timed.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 
-The contestant runs on the size that is timed, because a package that tunes itself does so for every size it meets, and
-because a fault may show at that size only. The reference is plain PyTorch in fp32, one expert at a time.
+The contestant runs on the size that is timed, because autotuning runs for each new size, and because a fault may show
+only at that size. The reference is plain PyTorch in fp32, one expert at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tilemoe.shape import MoEShape
 
 
 def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | None:
-    """None if the output and all four gradients agree with the reference, else what does not.
+    """None if the output and all four gradients agree with the reference, else which one does not.
 
-    The router's weight is replaced while this runs by one that makes each logit an entry of x, and these entries
-    differ by more than bf16 rounds: so all contestants choose the same experts, whatever they compute logits in.
+    While this runs, another router weight makes each logit an entry of x, and these entries differ by more than bf16's
+    rounding: so all contestants choose the same experts, in whatever dtype they compute logits.
     """
     x, router = _inputs(shape, weights)
     do = torch.randn_like(x)
@@ -42,7 +42,7 @@ def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | 
 
 
 def first_off(errors: Mapping[str, float], tolerance: float) -> str | None:
-    """What the first error beyond ``tolerance`` is of, and how large; None if there is none."""
+    """The name and size of the first error above ``tolerance``; None if there is none."""
     for what, error in errors.items():
         if not error <= tolerance:
             return f"{what} is off by {error:.2e} RMS-relative"
@@ -50,7 +50,7 @@ def first_off(errors: Mapping[str, float], tolerance: float) -> str | None:
 
 
 def _inputs(shape: MoEShape, weights: Weights) -> tuple[Tensor, Tensor]:
-    """x (T, d) and a router's weight (E, d), such that the logits are x's first E columns: a permutation each."""
+    """x (T, d) and a router weight (E, d) that makes the logits x's first E columns: per token a permutation."""
     experts, d = shape.num_experts, shape.hidden_size
     assert experts <= min(MOST_EXPERTS, d), "the logits must be different numbers in bf16"
     like = weights.w1
@@ -61,14 +61,14 @@ def _inputs(shape: MoEShape, weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 def poison(device: torch.device) -> None:
-    """Leave NaN in the memory that PyTorch hands out next, so that what is never written shows."""
+    """Leave NaN in the memory that PyTorch allocates next, so that unwritten outputs show."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         torch.full((free // 4,), float("nan"), device=device, dtype=torch.bfloat16)
 
 
 class Difference:
-    """The relative error of tensors that come in parts: norm of the error over norm of the reference."""
+    """The relative error of tensors given in parts: norm of the error over norm of the reference."""
 
     def __init__(self) -> None:
         self.error = self.norm = torch.zeros(())
@@ -78,7 +78,7 @@ class Difference:
         self.norm = self.norm.to(expected.device) + expected.square().sum(dtype=torch.float64)
 
     def relative(self) -> float:
-        if not self.error:  # so that it may be of zeros, as the router's gradient is where a token has one expert
+        if not self.error:  # both may be zeros, as the router's gradient is if K = 1
             return 0.0
         return float((self.error / self.norm).sqrt())
 
@@ -93,7 +93,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 def _errors(
     contestant: Contestant, found: tuple[Tensor, ...], shape: MoEShape, weights: Weights, x: Tensor, do: Tensor
 ) -> dict[str, float]:
-    """RMS-relative error of (output, dx, drouter, dw1, dw2) by name. No expert's gradients outlive its turn."""
+    """RMS-relative errors of output, dx, drouter, dw1 and dw2, by name. It holds one expert's gradients at a time."""
     x, do = x.float(), do.float()
     routed = x.clone().requires_grad_()
     router = weights.router.detach().float().requires_grad_()

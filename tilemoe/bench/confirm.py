@@ -1,7 +1,7 @@
-"""What somebody with a GPU runs once, of a kind that kernels were written for and never ran on.
+"""Confirms a backend on a kind of GPU that its kernels were written for but never ran on; a GPU's owner runs it once.
 
-The kernels' self-test, then the layer by them, by the portable kernels and by sonic-moe, each checked before it is
-timed; all of it goes to results/confirm.jsonl, a file to send.
+It runs the kernels' self-test, then times the layer with these kernels, the portable kernels and sonic-moe, each
+checked before it is timed. All results go to results/confirm.jsonl, a file to send.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEST_SECONDS = 3600
 
 
 def confirm(settings: timing.Settings, shapes: Mapping[str, MoEShape], seconds: float) -> None:
-    """Try, time and record the backend ``settings.kernels``; one whose self-test does not pass is not timed."""
+    """Test, time and record the backend ``settings.kernels``; it is not timed if its self-test fails."""
     backend = settings.kernels
     assert backend is not None, "a backend to confirm"
     print(f"self-test of {backend}: it may take minutes", flush=True)
@@ -43,7 +43,7 @@ def confirm(settings: timing.Settings, shapes: Mapping[str, MoEShape], seconds: 
 
 
 def run_tests(backend: str) -> None:
-    """In a checkout, its GPU tests that have the backend's name, too. Elsewhere there are none."""
+    """In a checkout, also run its GPU tests whose names have the backend's name; elsewhere, do nothing."""
     script = record.ROOT / "benchmarks" / "record_tests.py"
     if not script.exists():
         return

@@ -1,4 +1,4 @@
-"""Each kernel of a backend by itself, on the inputs that the one before it makes, and the router's parts.
+"""Times each kernel of a backend by itself, on outputs of the kernels before it, and the router's parts.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
@@ -26,13 +26,13 @@ from tilemoe.routing.build import plan_topk
 from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
 
-# What the GPU can do: the side of a matrix product and the bytes of a copy. A CPU's take no minutes, and say less.
+# Yardsticks: the side of a matrix product and the bytes of a copy. A CPU's are small, to be quick, and less accurate.
 MATMUL = MappingProxyType({"cuda": 8192, "cpu": 512})
 COPY_BYTES = MappingProxyType({"cuda": 1 << 30, "cpu": 1 << 27})
 
-# Steps that are no part of the layer: what the GPU can do, in the same rounds.
+# Steps that are not part of the layer: they measure what the GPU can do, in the same rounds.
 YARDSTICKS = ("matmul", "copy", "copy_as_combine")
-# Step to the names of its parts; every other step has one part, of the step's name.
+# {step: names of its parts}; every other step has one part, named like the step.
 PARTS = {
     "layer": ("layer forward", "layer backward"),
     "logits": ("logits", "logits_grad"),
@@ -43,8 +43,8 @@ PARTS = {
 def kernel_steps(
     shape: MoEShape, weights: peers.Weights, x: Tensor, kernels: str, ahead: Callable[[], Any]
 ) -> dict[str, timing.Step]:
-    """The eight kernels by name, SwiGLU, bf16, random routing; the two that move rows alone are quick, so ``ahead``
-    of them the GPU is kept busy.
+    """The eight kernels by name: SwiGLU, bf16, random routing. ``ahead`` keeps the GPU busy before the two short ones,
+    which only move rows.
     """
     ks = backend_named(kernels)
     w1, w2 = weights.w1.detach(), weights.w2.detach()
@@ -65,7 +65,7 @@ def kernel_steps(
         "down_proj_wgrad": lambda: ks.down_proj_wgrad(do, a_scaled, plan),
         "up_proj_dgrad": lambda: ks.up_proj_dgrad(dh, w1, plan),
         "up_proj_wgrad": lambda: ks.up_proj_wgrad(x, dh, plan),
-        "combine_grad": lambda: ks.combine_grad(y, plan, out),  # it sums rows of that shape, whatever they are
+        "combine_grad": lambda: ks.combine_grad(y, plan, out),  # y in place of dx_rows, which has its shape
     }
     return {
         name: timing.one_part(run, ahead=ahead) if name.startswith("combine") else timing.one_part(run)
@@ -76,8 +76,8 @@ def kernel_steps(
 def router_steps(
     shape: MoEShape, weights: peers.Weights, x: Tensor, ahead: Callable[[], Any]
 ) -> dict[str, timing.Step]:
-    """``logits``: the router's products, one of which adds the experts' dx. ``route``: from logits to scores and plan,
-    and back to the logits.
+    """``logits``: the router's GEMMs, one of which adds the experts' dx. ``route``: from logits to scores and plan, and
+    the gradient back to the logits.
     """
     moe = MoE(peers.layer_config(shape), device="meta")
     moe.router.weight = weights.router
@@ -96,9 +96,9 @@ def router_steps(
 
 
 def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[Row]:
-    """A row for each part of each step but the yardsticks: time, rates, fraction of its roofline (None where nothing
-    but launches bounds it) and share of the layer's forward and backward; of the two that only move rows, the time of a
-    copy that moves as many bytes over theirs.
+    """A row for each part of each step but the yardsticks: time, rates, fraction of its roofline (None if only launches
+    bound it) and share of the layer's forward and backward; for the two kernels that only move rows also the time of a
+    copy of as many bytes, divided by theirs.
     """
     medians = {
         part: timing.summary([sample[index] for sample in samples])
@@ -143,14 +143,14 @@ def describe(row: Row) -> str:
 
 
 def copier(count: int, device: torch.device) -> Callable[[], object]:
-    """Copies ``count`` bytes, which reads and writes as many."""
+    """A function that copies ``count`` bytes: it reads and writes ``count`` bytes each."""
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list[Row]]:
-    """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
+    """For each mode a list with one row per kernel; fractions are of the ceilings measured in the same rounds."""
     device = settings.device
     side, copied = MATMUL[device.type], COPY_BYTES[device.type]
     square = torch.randn(side, side, device=device, dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-"""The whole layer, router included: forward and backward of each contestant in the same rounds, saved and peak memory.
+"""Measures the whole layer, with its router: each contestant's forward and backward in the same rounds, and memory.
 
-A contestant whose output or gradients are wrong is reported and not timed. On a CPU the host's clock stands in, and
+A contestant whose output or gradients are wrong is reported and not timed. On a CPU the host's clock is used, and
 memory is not measured.
 """
 
@@ -24,8 +24,8 @@ MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 
 def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list[Row]]:
-    """One row for each contestant, a list for each mode."""
-    torch.compiler.reset()  # or the eighth size would run uncompiled
+    """For each mode a list with one row per contestant."""
+    torch.compiler.reset()  # otherwise the eighth size would run uncompiled
     weights = peers.make_weights(shape, settings.device, torch.bfloat16)
     contestants = admitted(settings.peers, shape, weights)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=settings.device, dtype=torch.bfloat16).requires_grad_()
@@ -39,7 +39,7 @@ def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[lis
 
 
 def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, float | None]:
-    """Milliseconds of forward and backward; None where nobody has the device's figures."""
+    """(forward, backward) roofline milliseconds; None if the table has no figures for the device."""
     if device.type != "cuda":
         return None, None
     try:
@@ -49,7 +49,7 @@ def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, flo
 
 
 def time_rows(found: dict[str, list[list[float]]], parts: Sequence[str]) -> list[Row]:
-    """A row for each contestant: the time of each part and, of all but the first, its ratio to the first's by round."""
+    """A row per contestant: each part's time and, for all but the first, its ratio to the first's, by round."""
     by_part = {name: list(zip(*samples, strict=True)) for name, samples in found.items()}
     first = next(iter(by_part.values()))
     rows: list[Row] = []
@@ -65,9 +65,9 @@ def time_rows(found: dict[str, list[list[float]]], parts: Sequence[str]) -> list
 def layer_rows(
     found: dict[str, list[list[float]]], once: dict[str, Row], roofs: tuple[float | None, float | None]
 ) -> list[Row]:
-    """`time_rows` and what was measured ``once``, by contestant: memory, host.
+    """`time_rows`, plus what was measured ``once`` for each contestant: memory and host time.
 
-    All but the first also say what they are compared to, ``baseline``; memory ratios are its bytes over theirs.
+    All but the first also have a ``baseline``, the first's figures; memory ratios are its bytes over theirs.
     """
     rows = [{**row, **once[row["contestant"]]} for row in time_rows(found, PARTS)]
     for row in rows:
@@ -83,7 +83,7 @@ def layer_rows(
 
 
 def describe(row: Row) -> str:
-    """One line: medians in milliseconds, memory in MiB, and both against the first contestant."""
+    """One line: medians in milliseconds, memory in MiB, and ratios to the first contestant."""
     times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in PARTS)
     memory = " ".join("      -" if row[key] is None else f"{row[key] / 2**20:7.0f}" for key in MEMORY)
     host = " ".join(f"{row[f'{part}_host_ms']:.2f}" for part in PARTS)
@@ -95,7 +95,7 @@ def describe(row: Row) -> str:
 
 
 def admitted(names: Sequence[str], shape: MoEShape, weights: peers.Weights) -> list[peers.Contestant]:
-    """Those that can be imported and compute the right thing; says why the others cannot take part."""
+    """The contestants that can be imported and are correct; prints why the others are left out."""
     contestants = []
     for name in names:
         start = time.perf_counter()
@@ -112,14 +112,14 @@ def admitted(names: Sequence[str], shape: MoEShape, weights: peers.Weights) -> l
 def layer_step(
     contestant: peers.Contestant, x: Tensor, do: Tensor, mark: Callable[[], timing.Event] = timing.event
 ) -> timing.Step:
-    """Forward and backward as two parts; every gradient is made anew."""
+    """Forward and backward as two parts; every gradient is newly allocated."""
     return timing.forward_and_backward(lambda: contestant.run(x), [x, *contestant.leaves], do, mark=mark)
 
 
 def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, int | None]:
-    """Bytes beyond x, the weights and the output's gradient: saved (without the output), and at the peaks.
+    """Bytes besides x, the weights and the output's gradient: saved (without the output), and at the peaks.
 
-    The forward's peak holds the output, the backward's all four gradients and whatever is still saved.
+    The forward's peak includes the output; the backward's all four gradients and what is still saved.
     """
     if x.device.type != "cuda" or contestant.own_heap:
         return dict.fromkeys(MEMORY)

@@ -1,4 +1,4 @@
-"""The contestants: one way to build and to call each implementation of the layer, router included.
+"""The contestants: a common way to build and call each implementation of the layer, with its router.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 
@@ -28,7 +28,7 @@ from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.layers.moe import MoE
 from tilemoe.shape import MoEShape
 
-# RMS error over RMS value: bf16's own is 3e-3 to 1e-2, that of e4m3 operands 5e-2 to 7e-2.
+# RMS error over RMS value: bf16's own error is 3e-3 to 1e-2, that of e4m3 operands 5e-2 to 7e-2.
 TOLERANCES = MappingProxyType({"bf16": 2e-2, "fp8": 8e-2})
 
 # x (T, d), scores (T, K) fp32, ids (T, K), w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n) -> (T, d)
@@ -50,9 +50,9 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
-    """``run(x)`` gives the output (T, d); ``leaves`` are router, w1 (in one tensor or more), w2 as it keeps them;
-    ``w1_rows`` makes of the gradients of its w1 one with the rows (dimension 1) [gate; up]. It may be off by
-    ``tolerance``, RMS error over RMS value. ``own_heap``: it takes memory that PyTorch does not count.
+    """``run(x)`` returns the output (T, d). ``leaves``: router, w1 (one or more tensors) and w2. ``w1_rows`` makes of
+    its w1's gradients one with the rows (dimension 1) [gate; up]. ``tolerance``: the allowed RMS error over RMS
+    value. ``own_heap``: it allocates memory that PyTorch does not count.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Contestant:
 
 
 def make_weights(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Scaled so that activations and outputs stay O(1)."""
+    """Random weights, scaled so that activations and outputs stay O(1)."""
     d, n, experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
 
     def normal(*sizes: int) -> nn.Parameter:
@@ -75,7 +75,7 @@ def make_weights(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> W
 
 
 def layer_config(shape: MoEShape, precision: Precision = "bf16") -> MoEConfig:
-    """The function that all contestants compute, as ours is told it."""
+    """The configuration of our layer for the function that all contestants compute."""
     return MoEConfig(
         shape.hidden_size,
         shape.intermediate_size,
@@ -87,9 +87,9 @@ def layer_config(shape: MoEShape, precision: Precision = "bf16") -> MoEConfig:
 
 
 def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None) -> Contestant:
-    """Ours, as a user builds it; ``kernels`` names a backend, and with it the precision."""
+    """Our layer, as a user builds it; ``kernels`` names a backend, which sets the precision."""
     precision = cast(Precision, "bf16" if kernels is None else backend_named(kernels).precision)
-    # The router's gradient is timed and not used: with K = 1 it is 0, and in training the layer would refuse that.
+    # In eval mode, since in training the layer refuses K = 1, where the router's gradient is 0.
     moe = MoE(layer_config(shape, precision), device="meta", kernels=kernels).eval()
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
     name = "tilemoe" if kernels is None else f"tilemoe[{kernels}]"
@@ -97,7 +97,7 @@ def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None)
 
 
 def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
-    """sonic-moe's fused router, top-K and experts, called as its own benchmark does; gate and up rows alternate."""
+    """sonic-moe's fused router, top-K and experts, called as in its own benchmark; gate and up rows alternate."""
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
     w1 = nn.Parameter(interleaved(weights.w1.detach()))
@@ -115,7 +115,7 @@ def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
 
 
 def grouped_mm(shape: MoEShape, weights: Weights) -> Contestant:
-    """PyTorch alone, left to torch.compile, the router included."""
+    """Plain PyTorch under torch.compile, with the router."""
     layer = torch.compile(routed(grouped_mm_experts, weights, shape.num_experts_per_tok), dynamic=False)
     return Contestant("grouped_mm", f"torch {torch.__version__}", layer, weights.leaves)
 
@@ -123,7 +123,7 @@ def grouped_mm(shape: MoEShape, weights: Weights) -> Contestant:
 def liger_cute(shape: MoEShape, weights: Weights) -> Contestant:
     """LigerCute's fused experts, which exchange tokens through NVSHMEM, in a group of this process alone.
 
-    Its scores are bf16, gate and up two parameters. It keeps what it saves in NVSHMEM's heap.
+    Its scores are bf16; gate and up are two parameters. It saves tensors in NVSHMEM's heap.
     """
     from liger_cute_kernels import nvshmem
     from liger_kernel.ops.configure import MoEConfig as Sizes
@@ -132,7 +132,7 @@ def liger_cute(shape: MoEShape, weights: Weights) -> Contestant:
 
     k, sizes = shape.num_experts_per_tok, (shape.num_tokens, shape.hidden_size, shape.num_experts)
     if dist.is_initialized():
-        nvshmem.pool_clear_all()  # of an earlier case: what is configured cannot grow
+        nvshmem.pool_clear_all()  # an earlier case's pools, which cannot grow
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
@@ -151,7 +151,7 @@ def liger_cute(shape: MoEShape, weights: Weights) -> Contestant:
 
 
 def behind_plain_router(name: str, find: Callable[[], tuple[str, Compute]]) -> Callable[..., Contestant]:
-    """The adapter of experts that have no router."""
+    """The adapter for experts that bring no router."""
 
     def adapter(shape: MoEShape, weights: Weights) -> Contestant:
         version, experts = find()
@@ -161,7 +161,7 @@ def behind_plain_router(name: str, find: Callable[[], tuple[str, Compute]]) -> C
 
 
 def routed(experts: Compute, weights: Weights, k: int) -> Callable[[Tensor], Tensor]:
-    """The layer of these experts, behind a plain PyTorch router."""
+    """The layer with these experts behind a plain PyTorch router."""
 
     def layer(x: Tensor) -> Tensor:
         scores, ids = plain_router(x, weights.router, k)
@@ -171,7 +171,7 @@ def routed(experts: Compute, weights: Weights, k: int) -> Callable[[Tensor], Ten
 
 
 def scattermoe_experts() -> tuple[str, Compute]:
-    """ScatterMoE's version, and its experts as its own ``GLUMLP`` calls its kernels. ImportError: it is not there."""
+    """ScatterMoE's version, and its experts, called as in its own ``GLUMLP``. ImportError: it is not installed."""
     from scattermoe import flatten_sort_count, parallel_linear
 
     def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def scattermoe_experts() -> tuple[str, Compute]:
 
 
 def liger_experts() -> tuple[str, Compute]:
-    """Liger's version, and its Triton experts as its ``LigerExperts`` calls them. ImportError: it is not there."""
+    """Liger's version, and its Triton experts, called as in its ``LigerExperts``. ImportError: it is not installed."""
     from liger_kernel.ops import LigerFusedMoEFunction
 
     def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -195,15 +195,15 @@ def liger_experts() -> tuple[str, Compute]:
 
 
 def unsloth_experts() -> tuple[str, Compute]:
-    """Unsloth's version, and its experts as its ``forward_triton_grouped_gemm`` calls its kernels, tuned by its own
-    cache. ImportError: it is not there; NotImplementedError: it finds no GPU.
+    """Unsloth's version, and its experts, called as in its ``forward_triton_grouped_gemm`` with its own autotuning
+    cache. ImportError: it is not installed; NotImplementedError: it finds no GPU.
     """
     from unsloth.kernels.moe.autotune_cache import get_or_autotune_moe_kernels
     from unsloth.kernels.moe.grouped_gemm.interface import grouped_gemm
     from unsloth_zoo.temporary_patches.moe_fused_swiglu import moe_fused_swiglu
     from unsloth_zoo.temporary_patches.moe_utils import moe_routing_sort
 
-    tiles = cache(get_or_autotune_moe_kernels)  # of a GEMM: (E, contraction, half of the width, K, dtype)
+    tiles = cache(get_or_autotune_moe_kernels)  # per GEMM: (E, contraction, half of the width, K, dtype)
 
     def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         k = ids.shape[1]
@@ -223,12 +223,12 @@ def unsloth_experts() -> tuple[str, Compute]:
 
 
 def _environment(variable: str) -> str:
-    """What a version adds of a variable that changes what is timed."""
+    """The suffix of a version for an environment variable that changes what is timed; "" if it is not set."""
     return f" ({variable}={os.environ[variable]})" if variable in os.environ else ""
 
 
 def grouped_mm_experts(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """A sort, two calls of `F.grouped_mm`, and plain operations around them: scores, ids (T, K) -> (T, d)."""
+    """A sort, two calls of `F.grouped_mm`, and plain operations around them; scores, ids (T, K) -> (T, d)."""
     expert, order = ids.flatten().sort(stable=True)
     offsets = torch.searchsorted(expert, torch.arange(w1.shape[0], device=x.device), right=True, out_int32=True)
     token = order // ids.shape[1]
@@ -246,7 +246,7 @@ def plain_router(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def interleaved(w1: Tensor) -> Tensor:
-    """Rows [gate; up] of (E, 2n, d) to gate, up, gate, up, ..."""
+    """w1 (E, 2n, d) with its rows [gate; up] reordered to gate, up, gate, up, ..."""
     return w1.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
 
@@ -272,7 +272,7 @@ _FOR_A_GPU = PEERS.keys() - {"tilemoe", "grouped_mm"}
 def build(name: str, shape: MoEShape, weights: Weights) -> Contestant | str:
     """The contestant, or why it cannot take part, in one line. ``tilemoe[triton]`` names a backend.
 
-    ValueError lists the names for one that is unknown.
+    ValueError: the name is unknown; the message lists all.
     """
     if name.startswith("tilemoe[") and name.endswith("]"):
         return tilemoe_layer(shape, weights, name[len("tilemoe[") : -1])

@@ -1,9 +1,9 @@
-"""Results files: one JSON object a line, each with the commit, the machine and the versions it was measured with.
+"""Results files: one JSON object per line, each with the commit, machine and versions of its measurement.
 
     python -m tilemoe.bench.record
 
-prints the commit of this checkout. A copy of it, on another machine say, is told it: ``TILEMOE_COMMIT=...``. The files
-are in the checkout's ``results``, in ``./results`` where the package is installed, or where ``TILEMOE_RESULTS`` says.
+prints the commit of this checkout. For a copy elsewhere, set ``TILEMOE_COMMIT=...`` to it. The files are in the
+checkout's ``results``, in ``./results`` if the package is installed, or in the folder ``TILEMOE_RESULTS``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]  # of a checkout
+ROOT = Path(__file__).resolve().parents[2]  # the root of a checkout
 RESULTS = Path(os.environ.get("TILEMOE_RESULTS", (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"))
 COMMIT_VARIABLE = "TILEMOE_COMMIT"
 Row = dict[str, Any]
 
 
 def append(name: str, rows: list[Row]) -> Path:
-    """Append ``rows``, each with where and when it was measured, to ``results/<name>.jsonl``, whose path it says."""
+    """Append ``rows``, each with its `provenance`, to ``results/<name>.jsonl``; prints and returns its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
     where = provenance()
@@ -38,15 +38,15 @@ def append(name: str, rows: list[Row]) -> Path:
 
 
 def rows(name: str) -> list[Row]:
-    """Of results/<name>.jsonl, the oldest first; none where there is no such file."""
+    """The rows of results/<name>.jsonl, the oldest first; none if there is no such file."""
     path = RESULTS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], Row]:
-    """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU.
+    """{values of ``key``: the last such row of results/<name>.jsonl}, for one mode and one GPU (None: any).
 
-    ValueError where there is no such file or no such row.
+    ValueError: there is no such file or no such row.
     """
     if not (found := rows(name)):
         raise ValueError(f"results/{name}.jsonl is missing; run that benchmark first")
@@ -71,7 +71,7 @@ def provenance() -> Row:
 
 
 def version(distribution: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -79,14 +79,14 @@ def version(distribution: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the code that runs; "+dirty" when files of the package or the benchmarks differ from it.
+    """The commit of the running code, with "+dirty" if files of the package or the benchmarks differ from it.
 
-    What the environment says comes first, for a copy whose own history lags behind; without that and git "unknown".
+    The environment variable comes first, for a copy whose own history lags behind; without it and git, "unknown".
     """
     told = os.environ.get(COMMIT_VARIABLE)
     if told:
         return told
-    if not (ROOT / ".git").exists():  # installed: whatever repository is around it is another's
+    if not (ROOT / ".git").exists():  # installed: a repository around it is not ours
         return "unknown"
 
     def git(*args: str) -> str:

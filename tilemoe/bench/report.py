@@ -1,4 +1,4 @@
-"""The recorded results as Markdown, PNG and one HTML page that holds all of it."""
+"""Writes the recorded results as Markdown, as PNG, and as one HTML page with everything."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Section:
 
 
 def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
-    """report.md, report.html and a .png for each figure, in ``out``; their paths.
+    """Write report.md, report.html and a .png for each figure to ``out``; returns their paths.
 
-    ``mode``: "burst" or "sustained". gpu: only its rows, by its full name. ValueError: nothing is recorded of these.
+    ``mode``: "burst" or "sustained". gpu: only rows of the GPU with this full name. ValueError: there are no such rows.
     """
     sections = [*_layer(out, mode, gpu), *_kernels(out, mode, gpu), *_step(mode, gpu)]
     if not sections:
@@ -51,7 +51,7 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
 
 
 def newest_rows(name: str, mode: str, gpu: str | None, *key: str) -> list[summary.Row]:
-    """The newest of each key, in the cases' order; none where none is recorded."""
+    """The newest row for each value of ``key``, in the cases' order; none if nothing is recorded."""
     try:
         return summary.in_order(record.latest(name, mode, gpu, *key).values())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The loop of `tilemoe bench` and of the scripts in benchmarks/: case by case, each recorded once it is measured."""
+"""The loop of `tilemoe bench` and the scripts in benchmarks/: measures case by case, and records each at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def selected(what: str, names: str, known: Mapping[str, T]) -> dict[str, T]:
-    """Those of ``known`` that a script is asked for: "all", or names with commas between. An unknown one ends it."""
+    """The entries of ``known`` that ``names`` lists: "all", or names with commas. SystemExit: a name is unknown."""
     chosen = list(known) if names == "all" else names.split(",")
     for name in chosen:
         if name not in known:
@@ -29,7 +29,7 @@ def each_case(
     describe: Callable[[record.Row], str],
     seconds: float = float("inf"),
 ) -> None:
-    """Measure, print and append to results/<file>.jsonl; no case is begun after ``seconds``."""
+    """Measure, print and append each case to results/<file>.jsonl; start no case after ``seconds``."""
     start = time.perf_counter()
     for name, case in cases.items():
         begun = time.perf_counter() - start

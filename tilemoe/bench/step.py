@@ -1,9 +1,9 @@
-"""A training step, forward, loss, backward and AdamW, of a small decoder whose experts each contestant computes.
+"""Times a training step (forward, loss, backward, AdamW) of a small decoder with each contestant's experts.
 
-T tokens · S of a sequence · d hidden_size
+T tokens · S tokens of a sequence · d hidden_size
 
 Attention, norms, embedding, loss and optimiser are the same modules for all; bf16, `LAYERS` blocks of the case's layer.
-The learning rate is 0: every step does all its work, and every contestant meets the same weights.
+The learning rate is 0: every step does all its work, and all contestants have the same weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCABULARY, LONGEST, HEAD_DIM = 32768, 4096, 128
 
 
 class PeerMLP(nn.Module):
-    """A block's MLP, x (B, S, d) to the same, by a contestant, whose weights are its parameters."""
+    """A block's MLP, x (B, S, d) -> (B, S, d), computed by a contestant, whose weights are its parameters."""
 
     def __init__(self, contestant: peers.Contestant) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PeerMLP(nn.Module):
 
 
 def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[list[Row]]:
-    """One row for each contestant, a list for each mode. Tokens that fill no whole sequence are left out."""
+    """For each mode a list with one row per contestant. Tokens that do not fill a sequence are left out."""
     torch.compiler.reset()
     weights = [peers.make_weights(shape, settings.device, torch.bfloat16) for _ in range(LAYERS)]
     contestants = admitted(settings.peers, shape, weights[0])
@@ -68,7 +68,7 @@ def decoder(shape: MoEShape, device: torch.device) -> DecoderLM:
     """`LAYERS` blocks, whose MLPs are replaced before every step."""
     heads = max(1, shape.hidden_size // HEAD_DIM)
     config = ModelConfig(
-        vocab_size=VOCABULARY if device.type == "cuda" else min(VOCABULARY, 2048),  # or a CPU's logits take minutes
+        vocab_size=VOCABULARY if device.type == "cuda" else min(VOCABULARY, 2048),  # a CPU's logits would take minutes
         hidden_size=shape.hidden_size,
         num_layers=LAYERS,
         num_heads=heads,
@@ -83,13 +83,13 @@ def decoder(shape: MoEShape, device: torch.device) -> DecoderLM:
 
 
 def _layers(contestant: peers.Contestant, shape: MoEShape, weights: Sequence[peers.Weights]) -> list[PeerMLP]:
-    """The contestant of each layer; the first is there already, and has passed the check."""
+    """The MLP of each layer; ``contestant`` is the first one's and has passed the check."""
     others = [peers.build(contestant.name, shape, each) for each in weights[1:]]
     return [PeerMLP(each) for each in (contestant, *others) if isinstance(each, peers.Contestant)]
 
 
 def _run(model: DecoderLM, layers: Sequence[PeerMLP], ids: Tensor) -> Callable[[], None]:
-    """A step of the model with these MLPs; every gradient is made anew."""
+    """A step of the model with these MLPs; every gradient is newly allocated."""
     for block, mlp in zip(model.blocks, layers, strict=True):
         block.mlp = mlp
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=ids.is_cuda)
@@ -107,6 +107,6 @@ def _run(model: DecoderLM, layers: Sequence[PeerMLP], ids: Tensor) -> Callable[[
 
 
 def _peak(run: Callable[[], None], device: torch.device) -> int | None:
-    """Bytes of a step beyond what is alive between steps; None where they cannot be counted."""
+    """Peak bytes of a step beyond what is allocated between steps; None if they cannot be counted."""
     run()
     return timing.memory_of(run)[2] if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Tables from the recorded results, as Markdown: the layer against its peers, and each kernel's share of its roofline.
+"""Markdown tables of the recorded results: the layer against its peers, and each kernel's share of its roofline.
 
 Ratios of time are theirs over ours, the median over interleaved rounds: above 1 we are faster. Ratios of memory are
 ours over theirs: below 1 we need less.
@@ -21,19 +21,19 @@ Row = dict[str, Any]
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """The rows by case, as `cases` lists them, the user's own last, and as they were recorded within a case."""
+    """The rows sorted by case, in the order of `cases`, the user's own last; within a case as recorded."""
     places = {name: place for place, name in enumerate(cases.ALL)}
     return sorted(rows, key=lambda row: places.get(row["case"], len(places)))
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its first column left-aligned."""
+    """A Markdown table whose first column is left-aligned."""
     rule = [":---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
 
 def layer_table(rows: Sequence[Row], peer: str) -> str:
-    """Ours and ``peer``, a line for each case, then the geometric means and the worst cases."""
+    """Our layer and ``peer``: a line for each case, then the geometric means and the worst cases."""
     found = [row for row in rows if row["contestant"] == peer and "baseline" in row]
     lines = []
     for row in found:
@@ -60,12 +60,12 @@ def alone_table(rows: Sequence[Row]) -> str:
 
 
 def _shown(value: float | None, digits: int) -> str:
-    """A ratio; of what was not measured, as memory without a GPU, a dash."""
+    """A ratio; a dash if it was not measured, such as memory without a GPU."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def step_table(rows: Sequence[Row]) -> str:
-    """Milliseconds and tokens/s of a training step, and times over the first contestant's, a line for each."""
+    """Milliseconds and tokens/s of a training step, and its time over the first contestant's, a line for each."""
     lines = [
         [
             row["case"],

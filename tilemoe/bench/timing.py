@@ -1,8 +1,8 @@
-"""Timing on one GPU: interleaved rounds in changing order, by device events; without a GPU by the host's clock.
+"""Timing on one GPU: interleaved rounds in changing order, by CUDA events; without a GPU by the host's clock.
 
-The clock moves by 10% with what ran before, so every contestant runs in every round, and after different ones.
-"burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle; "alone" is GPU time
-without the host's: the host launches a whole window, spell included, while the GPU sleeps and computes.
+The GPU's clock rate varies by 10% with the previous work, so every contestant runs in every round, after different
+ones. "burst" times after idling; "sustained" after a spell of the same work, which lets the clock settle; "alone" times
+the GPU without the host: the host launches a whole window, spell included, while the GPU sleeps and computes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 IDLE_SECONDS = 0.3
-SUSTAINED_MS = 120.0  # of the same work before it is measured
+SUSTAINED_MS = 120.0  # spell of the same work before it is measured
 BURST_CALLS, SUSTAINED_CALLS = 3, 10
-ALONE_MS, ALONE_FEWEST, ALONE_MOST = 40.0, 3, 200  # of what is timed of a window without hosts, and its calls
+ALONE_MS, ALONE_FEWEST, ALONE_MOST = 40.0, 3, 200  # timed length of an "alone" window, and bounds of its calls
 HOST_CALLS = 7
-_CYCLES_PER_MS = 1.98e6  # of an H200 at its highest clock; at a lower one the kernel sleeps for longer
-_MARGIN = 1.5  # of the GPU's sleep, for a host that is slower once
+_CYCLES_PER_MS = 1.98e6  # an H200's at its highest clock; at lower clocks the kernel sleeps longer
+_MARGIN = 1.5  # factor on the GPU's sleep, in case the host is slower than when measured
 
 T = TypeVar("T")
-# A moment; what takes two of them takes two of one kind.
+# A moment: a CUDA event or a `HostEvent`. Functions of two moments need two of the same kind.
 Event = Any
-# One call gives the moments before, between and after its parts.
+# One call returns the moments before, between and after its parts.
 Step = Callable[[], list[Event]]
 
 
 class HostEvent:
-    """A moment by the host's clock. Where there is no GPU the work is done when it is launched."""
+    """A moment by the host's clock. Without a GPU, work is done when its launch returns."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
@@ -46,10 +46,10 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is timed how: the device, the contestants (the first is what the others are compared to), modes and rounds.
+    """What is timed and how: the device, the contestants (the first is the baseline), modes and rounds.
 
-    modes: "burst", "sustained" and, of the layer, "alone". kernels: the backend whose kernels are timed; None: the one
-    that is chosen.
+    modes: "burst", "sustained" and, for the layer, "alone". kernels: the backend whose kernels are timed; None: the one
+    that `tilemoe.select_kernels` chooses.
     """
 
     device: torch.device
@@ -60,7 +60,7 @@ class Settings:
 
 
 def event() -> Event:
-    """A moment: on a GPU recorded now, on the current stream."""
+    """The current moment: on a GPU, an event recorded on the current stream."""
     if not torch.cuda.is_available():
         return HostEvent()
     recorded = torch.cuda.Event(enable_timing=True)
@@ -75,7 +75,7 @@ def synchronize() -> None:
 
 
 def sleep(milliseconds: float) -> None:
-    """Keep the GPU, if there is one, idle that long before what is launched next."""
+    """Keep the GPU, if there is one, idle for ``milliseconds`` before the next launch runs."""
     if torch.cuda.is_available():
         torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
 
@@ -83,10 +83,10 @@ def sleep(milliseconds: float) -> None:
 def in_parts(
     work: Callable[[], Iterable[object]], ahead: Callable[[], object] = lambda: None, mark: Callable[[], Event] = event
 ) -> Step:
-    """A step of ``work``, a generator that yields at the end of each part.
+    """A step that runs ``work``, a generator that yields at the end of each part.
 
-    ``ahead``, untimed, keeps a GPU busy until all is launched: of kernels this small the host's time would be measured.
-    ``mark``: `HostEvent` for the moments at which the host has launched the parts.
+    ``ahead``, untimed, keeps a GPU busy until all is launched: with small kernels, the host's time would be measured.
+    ``mark``: `HostEvent` gives the moments when the host has launched each part.
     """
 
     def step() -> list[Event]:
@@ -98,7 +98,7 @@ def in_parts(
 
 
 def one_part(run: Callable[[], object], **options: Any) -> Step:
-    """`in_parts` of a step that is timed as a whole."""
+    """`in_parts` with one part: ``run`` is timed as a whole."""
 
     def work() -> Iterator[object]:
         yield run()
@@ -107,7 +107,7 @@ def one_part(run: Callable[[], object], **options: Any) -> Step:
 
 
 def forward_and_backward(forward: Callable[[], Any], inputs: Sequence[Tensor], gradient: Any, **options: Any) -> Step:
-    """`in_parts` of ``forward()``, a tensor or several, and of its gradients with respect to ``inputs``."""
+    """`in_parts` with two parts: ``forward()`` (one or more tensors), and its gradients with respect to ``inputs``."""
 
     def work() -> Iterator[object]:
         out = forward()
@@ -118,9 +118,9 @@ def forward_and_backward(forward: Callable[[], Any], inputs: Sequence[Tensor], g
 
 
 def turn(names: Sequence[str], index: int) -> list[str]:
-    """The order of round ``index``: every other round it is turned by one, between them it runs backwards.
+    """The order of round ``index``: rotated by one every second round, and reversed in the rounds between.
 
-    How much power a contestant draws is felt for a while after it: nobody may come after the same one in every round.
+    A contestant's power draw affects what runs after it, so no contestant may follow the same one in every round.
     """
     first = index // 2 % len(names)
     order = [*names[first:], *names[:first]]
@@ -130,7 +130,7 @@ def turn(names: Sequence[str], index: int) -> list[str]:
 def in_turn(
     runs: Mapping[str, Callable[[], T]], count: int, before: Callable[[int], object] = lambda index: None
 ) -> dict[str, list[T]]:
-    """Name to what it returned in each round, in changing order; ``before`` is called before each, with its index."""
+    """{name: its results in each round}, run in changing order; ``before`` is called with each round's index."""
     found: dict[str, list[T]] = {name: [] for name in runs}
     for index in range(count):
         before(index)
@@ -140,7 +140,7 @@ def in_turn(
 
 
 def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
-    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: see above."""
+    """{name: for each round, the median milliseconds of each part of its step}. ``mode``: see the module."""
 
     def announce(index: int) -> None:
         if not torch.cuda.is_available():  # where a case may take minutes
@@ -152,7 +152,7 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
 
 @dataclass(frozen=True)
 class _Window:
-    """``spell`` calls of a step that do not count, then ``calls`` that do; before them the GPU is idle."""
+    """``spell`` untimed calls of a step, then ``calls`` timed ones; before them the GPU is idle."""
 
     spell: int
     calls: int
@@ -171,12 +171,12 @@ class _Window:
 
 
 def _window(step: Step, mode: str) -> _Window:
-    """In mode "alone" the sleep gives the host its lead; on a CPU nothing sleeps, to see that everything works."""
+    """The window for ``mode``. In "alone" the GPU sleeps so that the host gets ahead; a CPU does not sleep."""
     if mode == "burst":
         return _Window(1, BURST_CALLS, idle_seconds=IDLE_SECONDS)
     if mode == "sustained" and not torch.cuda.is_available():  # no clock has to settle
         return _Window(1, SUSTAINED_CALLS)
-    step()  # what is recorded at a first call is recorded now
+    step()  # a first call compiles and records
     host = gpu = 0.0
     for _ in range(3):
         synchronize()
@@ -186,7 +186,7 @@ def _window(step: Step, mode: str) -> _Window:
         host = start.elapsed_time(HostEvent())
         synchronize()
         gpu = max(marks[0].elapsed_time(marks[-1]), 1e-3)
-    if mode == "sustained":  # where the host is slower, the GPU waits for it
+    if mode == "sustained":  # if the host is slower, the GPU waits for it
         return _Window(max(1, round(SUSTAINED_MS / max(host, gpu))), SUSTAINED_CALLS)
     assert mode == "alone"
     spell = max(1, round(SUSTAINED_MS / gpu))
@@ -195,7 +195,7 @@ def _window(step: Step, mode: str) -> _Window:
 
 
 def host_ms(step: Step) -> list[float]:
-    """Median milliseconds of each part of a step of `HostEvent`, until the host has launched it."""
+    """Median milliseconds until the host has launched each part, for a step that marks with `HostEvent`."""
     samples = []
     for _ in range(HOST_CALLS):
         synchronize()
@@ -204,7 +204,7 @@ def host_ms(step: Step) -> list[float]:
 
 
 def wall_ms(run: Callable[[], Any], calls: int = 1) -> float:
-    """Milliseconds of a call by the host's clock, from an idle device until it is done."""
+    """Milliseconds per call by the host's clock, from an idle device until all calls are done."""
     synchronize()
     start = HostEvent()
     for _ in range(calls):
@@ -224,7 +224,7 @@ def memory_of(run: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def medians(samples: Sequence[Sequence[Event]]) -> list[float]:
-    """The median milliseconds of each part, of calls whose device is done."""
+    """The median milliseconds of each part over ``samples``, which the device must have finished."""
     times = [[start.elapsed_time(end) for start, end in itertools.pairwise(sample)] for sample in samples]
     return [statistics.median(part) for part in zip(*times, strict=True)]
 
