@@ -80,7 +80,7 @@ def require_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
-    """The entry of ``table`` called ``name``; case, and - or _, do not matter. ValueError: there is none."""
+    """The entry of ``table`` called ``name``, ignoring case, with - equal to _. ValueError: there is none."""
     entries = {spelled(key): value for key, value in table.items()}
     if not isinstance(name, str) or spelled(name) not in entries:
         raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {shown(name)}")

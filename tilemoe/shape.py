@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class MoEShape:
     """The sizes of one layer and of its batch.
 
-    ``rows``: R, or R_max to compute memory; None: T*K. ``element_bytes``: of x, of the weights and of the
+    ``rows``: R, or R_max to compute memory; None: T*K. ``element_bytes``: per element of x, weights and
     pre-activations h. ``is_topk``: every token has exactly K pairs. ``save``: how h is saved for the backward, "full"
     or "fp8". ValueError: a size is below 1 (T and R: below 0), or K > E.
     """

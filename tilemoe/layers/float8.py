@@ -28,7 +28,7 @@ def quantize_projections(model: nn.Module, device: torch.device) -> None:
     """Make the four projections of every `Attention` of ``model`` compute in FP8 on ``device``, in place.
 
     Parameters keep their dtype, device and names. On a GPU without FP8 nothing changes
-    (`tilemoe.kernels.choose.choose_projections` says why); a CPU emulates the FP8 numbers in fp32. A warning says both.
+    (`tilemoe.kernels.choose.choose_projections` says why); a CPU emulates FP8 in fp32. Either gives a warning.
 
     ValueError: torchao is not installed.
     """

@@ -329,7 +329,7 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Merge every adapter into its weight and remove it, in place: the modules are those from before `add_lora`.
+    """Merge every adapter into its weight and remove it, in place: the model has its modules from before `add_lora`.
 
     Parameters stay frozen; ``model.requires_grad_(True)`` makes them trainable.
 

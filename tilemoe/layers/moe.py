@@ -75,8 +75,8 @@ class MoE(nn.Module):
 
     Args:
         cfg: the layer's configuration.
-        device: of the parameters.
-        dtype: of the parameters: bf16, fp16, fp32 or fp64.
+        device: the parameters' device.
+        dtype: the parameters' dtype: bf16, fp16, fp32 or fp64.
         recompute: "up_proj" saves no pre-activations for backward and repeats one GEMM there.
         kernels: a `Backend`, or the name of one; None chooses by device, dtype and shape.
         router: None for a linear router, or a module on the layer's device that is called with x (T, d). It returns

@@ -247,7 +247,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         if need_w2:
             dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # down_proj_wgrad
         del a_scaled
-        if need_x:  # before dw1 and db1, so that these are not live beside dx_rows
+        if need_x:  # before dw1 and db1, so that these are not live while dx_rows is
             dx = up_proj_input_grad(dh, w1, with_sums(plan, do), *routed[1:])  # up_proj_dgrad and combine_grad
         if need_b1:
             db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)

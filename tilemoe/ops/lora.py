@@ -142,7 +142,7 @@ def _check_packed(weight: PackedWeight, backend: Backend, d: int, n: int) -> Non
     why = type(weight).why_not(d, n)
     if why is not None:
         raise ValueError(why)
-    if weight.name not in type(backend).packed:  # of the class, which torch.compile treats as a constant
+    if weight.name not in type(backend).packed:  # of the class, a constant for torch.compile
         raise ValueError(
             f"kernels={backend.name!r} read no weights in {weight.name.upper()}; leave kernels out, or pass 'torch'"
         )

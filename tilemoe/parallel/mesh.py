@@ -23,7 +23,7 @@ REPLICATE, SHARD, EXPERT, FSDP = "replicate", "shard", "expert", "fsdp"
 class Meshes:
     """The device meshes of one job; every process is in each of them.
 
-    config          with its sizes filled in
+    config          the job's, with its sizes filled in
     fsdp            shards parameters that all processes share: 1-D, or 2-D (replicate, fsdp) if the model has replicas
     experts         for `expert_parallel`: its dimension "expert" divides each layer's experts, the others replicate and
                     shard a process' share; None if every process has all experts

@@ -99,7 +99,7 @@ def _that_fit(setup: Setup, sequences: int, choices: Choices) -> Iterator[Propos
         each = replace(setup, expert_parallel=shared, checkpointing=mode, kept=kept)
         is_only = kept == "nothing" or "nothing" not in choices.kept
         for size in takewhile(partial(fits, each), micro_batches):
-            if is_only or (size < sequences and each.is_sharded):  # else there is nothing to keep it for
+            if is_only or (size < sequences and each.is_sharded):  # otherwise keeping it gains nothing
                 yield Proposal(each, size, sequences // size, step_seconds(each, size, sequences // size))
 
 

@@ -39,7 +39,7 @@ def scale_of(block: Tensor) -> Tensor:
 
 
 def product_by_rows(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows weight^T`` (R, out) of rows (R, in) and weight (out, in), each with one scale per line of ``in``."""
+    """``rows weight^T`` (R, out) of rows (R, in) and weight (out, in), rounded with one scale per row."""
     width = rows.shape[1]
     return rounded(rows, 1, width) @ rounded(weight, 1, width).T
 

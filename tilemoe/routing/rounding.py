@@ -45,7 +45,7 @@ def round_tokens(
     generator: torch.Generator | None = None,
     token_mask: Tensor | None = None,
 ) -> tuple[RoutingPlan, Tensor, Tensor]:
-    """Round a top-K selection as ``cfg.rounding`` says; T is at least its tile.
+    """Round a top-K selection as ``cfg.rounding`` says; T must be at least the tile.
 
     Returns a plan; the scores (R_max,) of its rows, differentiable and 0 past R; and f (E,) int32.
 
