@@ -97,8 +97,8 @@ def moe(
 
 
 def cast_under_autocast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The tensors, cast to autocast's dtype if autocast is on, as in PyTorch's GEMMs; integers, packed weights and, if
-    x is fp64, all tensors stay as they are."""
+    """The tensors, cast to autocast's dtype if autocast is on, as in PyTorch's GEMMs; fp64, integers and packed weights
+    stay as they are, and if x is fp64, all tensors do."""
     tensors = (x, *rest)
     dtype = autocast_dtype(x.device.type)
     if dtype is None or x.dtype == torch.float64:
