@@ -1,2 +1,2 @@
-"""The experts' kernels up_proj to combine_grad (see `Backend` in `base`) and their helpers, a folder for each
-backend."""
+"""The experts' kernels up_proj to combine_grad (see `Backend` in `base`), with a folder for each backend, and their
+helpers."""
