@@ -144,8 +144,7 @@ class Backend(ABC):
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """down_proj_dgrad: gather do (T, d), ``da' = do w2``, ``ds = <da', a> + <do, b2>``, ``dh = act'(h) s da'``,
-        ``a_scaled = s a``. Returns (dh (R_max, w), ds, a_scaled (R_max, n)); ds has s's shape and dtype, and is 0 for
-        a skipped pair.
+        ``a_scaled = s a``. Returns (dh (R_max, w), ds like s, a_scaled (R_max, n)); ds is 0 for a skipped pair.
         """
 
     def activation(self, h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
@@ -162,8 +161,7 @@ class Backend(ABC):
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """down_proj_wgrad: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros for an empty
-        expert.
+        """down_proj_wgrad: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros without rows.
 
         column_major: the result has the strides of `is_column_major`. out: a tensor with these strides, in
         `compute_dtype`; the gradient is added to it and it is returned. Kernels add the gradient unrounded.

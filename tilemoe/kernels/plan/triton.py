@@ -82,9 +82,7 @@ def row_start_launch(
     num_blocks: int,
     num_experts: int,
 ) -> Launch:
-    """The launch that computes ``row_start`` (E+1) from rows_per_expert (E), and ``error_bits`` () from
-    negative_in_block (B).
-    """
+    """The launch that computes row_start (E+1) from rows_per_expert (E), error_bits () from negative_in_block (B)."""
     args = (rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts)
     constants = {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)}
     return launch_of(row_start_kernel, (1,), args, constants)

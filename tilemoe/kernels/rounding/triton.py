@@ -35,7 +35,7 @@ from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, launch_of, power_of_two
 
 _TOKENS = int(TOKENS)
-MAX_EXPERTS = 4096  # as in the router's selection; `ADDED_PAIR` is above every expert
+MAX_EXPERTS = 4096  # the limit of the router's selection, too; `ADDED_PAIR` is above every expert
 _KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # `key_kernel`: logits that a CTA, and one of its threads, holds at a time
 _WORDS_OF_WARP = 128  # `key_kernel`: words of token_bits that a warp makes at a time
 _COUNTS = (512, 4)  # `count_kernel`: blocks that a CTA loads at a time, and experts per CTA

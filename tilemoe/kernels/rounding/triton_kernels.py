@@ -40,12 +40,12 @@ def key_kernel(
     WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes norm (T, 2), the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of
-    token_bits; pairs_of_block, real_of_block (B), the pairs and unmasked tokens. Sets programs_done to 0. One CTA for
-    each block.
+    token_bits; pairs_of_block, real_of_block (B), the pairs and unmasked tokens; programs_done, 0. One CTA per block.
 
     A tile is (LANES, BLOCK_T, CHUNKS, 4), tokens times experts; a thread has four neighbouring experts in every chunk.
     So with up to 512 experts one warp has all of a token, and reductions over experts need no shared memory. Reductions
-    over tokens are done once, at the end of the block."""
+    over tokens are done once, at the end of the block.
+    """
     block = tl.program_id(0)
     if block == 0:
         tl.store(programs_done, 0)
@@ -448,8 +448,7 @@ def _expert_of(chosen_start, row_start_of_expert, expert, mask):
 
 @triton.jit
 def _changes_before(changed, token, more):
-    """(number of rows added, or if negative dropped, before the token; whether the token is dropped), by bisecting
-    changed (|more|,)."""
+    """(rows added before the token, or if negative dropped; is the token dropped), by bisecting changed (|more|,)."""
     lowest, highest = tl.zeros_like(token), tl.abs(more)
     most_left = tl.max(highest, axis=0)
     while most_left > 0:

@@ -52,7 +52,8 @@ def first_of(key, inside, threshold, ties, above, level):
     """(keep, place, above, level). keep: the keys that exceed the threshold, and the first ``ties`` equal to it;
     place: their positions in a list.
 
-    above, level: numbers of keys above the threshold and equal to it, before this part and (results) after it."""
+    above, level: numbers of keys above the threshold and equal to it, before this part and (results) after it.
+    """
     is_above, is_level = (inside & (key > threshold)).to(tl.int32), (inside & (key == threshold)).to(tl.int32)
     both = is_above + (is_level << 16)  # two scans in one, since there are fewer than 2^15 keys
     before = tl.cumsum(both, axis=0) - both

@@ -266,10 +266,11 @@ def _dense_grad(
 
 @triton.jit
 def _own_grad(logit, d_score, taken, top, inverse_total, MODE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """(own, shared): the chosen logits' gradient from their own scores, and the sum of which mode "softmax" subtracts a
-    share from every logit.
+    """(own, shared): the chosen logits' gradient from their own scores, and a sum; mode "softmax" multiplies it by each
+    logit's probability and subtracts the product from the logit's gradient.
 
-    logit, d_score (tokens, choices) are valid where ``taken``; top, inverse_total: as in `_dense_grad`."""
+    logit, d_score (tokens, choices) are valid where ``taken``; top, inverse_total: as in `_dense_grad`.
+    """
     if MODE == "late softmax":
         kept = _kept_softmax(logit, taken)
         shared = tl.sum(d_score * kept, axis=1)

@@ -45,10 +45,11 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 def wgrad_producer(
     by_token, stride_token, token_of_row, by_row, sizes, ring, BN: gl.constexpr, ACCESS: gl.constexpr
 ):  # fmt: skip
-    """Producer: it fills stages with BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), zero past the
-    expert's end.
+    """Producer: fills stages with BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q). Past the
+    expert's last row B is zero.
 
-    A stage of A is two blocks of (BK, EPILOGUE_N). ACCESS: as in `pipeline.row_producer`, but not "rows"."""
+    A stage of A is two blocks of (BK, EPILOGUE_N). ACCESS: as in `pipeline.row_producer`, but not "rows".
+    """
     row_start_of_expert, num_experts, p, q = sizes
     a_smem, b_smem, full, _empty = ring
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
@@ -125,8 +126,7 @@ def zero_unless(condition, value):
 def wgrad_epilogue(
     out, sizes, accumulators, staging, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr
 ):  # fmt: skip
-    """The epilogue warps: store or add a tile, transposed if the output is (E, q, p). TMA drops elements past p or
-    q."""
+    """The epilogue warps: store or add a tile, transposed if out is (E, q, p). TMA drops elements past p or q."""
     row_start_of_expert, num_experts, p, q = sizes
     COLUMNS: gl.constexpr = ADDED_N if ADDS else EPILOGUE_N
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)

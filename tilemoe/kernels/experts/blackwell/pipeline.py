@@ -156,8 +156,7 @@ def relay_rest(ring, step):
 
 @gluon.jit
 def mma_tile(ring, accumulators, step, steps, tile, BN: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr):
-    """Issue the products of a tile's ``steps`` k-blocks, once the epilogue has released the accumulator. Returns the
-    next step.
+    """Issue a tile's ``steps`` products once the epilogue has released the accumulator. Returns the next step.
 
     A_K_MAJOR: a stage of a_smem is (BM, BK), else two blocks of (BK, 64). B_K_MAJOR: see `b_operand`. With no steps the
     accumulator keeps its old values.
@@ -223,7 +222,7 @@ def load_slice(slices, index, bias, expert, stride_bias, column, width):
 
 @gluon.jit
 def store_staged(descriptor, place, value, staging, count):
-    """Start the ``count``-th TMA store of a tile, through the two staging buffers in turn; a tile has an even number of
-    stores."""
+    """Start the ``count``-th TMA store of a tile, through the two staging buffers in turn. A tile must have an even
+    number of stores."""
     tma.store_wait(1)
     store_slice(descriptor, place, value, staging.index(count % 2))

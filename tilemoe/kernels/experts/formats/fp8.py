@@ -34,13 +34,12 @@ from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
 BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 value
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal in fp32, and lose precision
 
 
 def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
-    """``values`` (..., p, q), any float dtype but fp64, in e4m3, with an fp32 scale for each block of the last two
-    dimensions."""
+    """``values`` (..., p, q), any float dtype but fp64, in e4m3, with an fp32 scale for each ``block`` of (p, q)."""
     *batch, p, q = values.shape
     rows, columns = -(-p // block[0]), -(-q // block[1])
     padded = F.pad(values.float(), (0, columns * block[1] - q, 0, rows * block[0] - p))

@@ -19,7 +19,7 @@ from tilemoe.kernels.experts.formats.packed import PackedWeight, codes_of
 BLOCK = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS = 127
-_LARGEST_EXPONENT = 2  # of a code: 6 is 1.5 * 2^2
+_LARGEST_EXPONENT = 2  # exponent of the largest code, 6 = 1.5 * 2^2
 _SIGN = 8
 
 

@@ -134,7 +134,8 @@ class HopperBackend(TritonBackend):
         """The device of ``rows`` if this backend's kernel supports their dtype and widths and is not slower than the
         portable one, and there are rows; else None.
 
-        ValueError: these kernels do not run on this GPU, or with this release of Triton."""
+        ValueError: these kernels do not run on this GPU, or with this release of Triton.
+        """
         device = self._supported_device(rows)
         if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
             return None

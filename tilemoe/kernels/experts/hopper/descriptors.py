@@ -66,8 +66,7 @@ def h_output(h: Tensor, parts: int, n: int, rows: int) -> TensorDescriptor:
 def h_descriptors(
     h: Tensor, dh: Tensor, n: int, spec: ActivationSpec, rows: int
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """(descriptor to read h in down_proj_dgrad, ragged descriptor to write dh). If gate and up are concatenated, one
-    box has both."""
+    """(descriptor to read h in down_proj_dgrad, ragged one to write dh); concatenated gate and up share a box."""
     block = [rows, EPILOGUE_N]
     if gate_up_layout(spec) != "concatenated":
         return described(h, block), ragged_descriptor(dh, block)

@@ -120,11 +120,10 @@ def dact_slice(
     da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, index,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of slice ``index``, with da' (64, EPILOGUE_N) and its h in the stage of ``step``; returns <da', a>
-    (64).
+    """The epilogue of slice ``index``, da' (64, EPILOGUE_N), with h in the stage of ``step``; returns <da', a> (64).
 
-    It starts the TMA stores of dh and a_scaled, and releases the stage of the slice before. col: the slice's first
-    column of a."""
+    It starts the TMA stores of dh and a_scaled, and releases the stage of the slice before. col: the first column of a.
+    """
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
     BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
@@ -192,8 +191,7 @@ def dact_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     ROLLED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of down_proj_dgrad. pairs (S, BM): in a tile's first stage, pair_of_row of its rows. partial: see the
-    kernel."""
+    """Consumer of down_proj_dgrad. pairs (S, BM): a tile's pair_of_row, in its first stage. partial: see the kernel."""
     steps = gl.cdiv(d, BK) if SCALES == "none" else d // BK
     step, pending_release = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, zero_accumulator(BN, SCALES).type.layout)

@@ -180,8 +180,7 @@ def pingpong_consumer(
     out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging, bias_smem, mma_order,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of down_proj and up_proj_dgrad: it computes every other tile of the CTA. mma_order: (CONSUMERS, 1)
-    mbarriers, see above."""
+    """Consumer: it computes every other tile of the CTA. mma_order: (CONSUMERS, 1) mbarriers, see above."""
     total = gl.load(num_tiles) * gl.cdiv(width_out, BN)
     steps = gl.cdiv(width_in, BK)
     step = CONSUMER * steps

@@ -17,7 +17,8 @@ release B one k-block at a time, and the next item's k-blocks are loaded in thei
 FP8 operands, as in `gemm_cooperative`: `scaled_producer` and `scaled_consumer`. No barrier orders the consumers: while
 one applies scales, the tensor cores work for the other. So the k-blocks of two blocks must divide the stages
 (`configs.GEMMS`); else a consumer would wait for a stage more than one phase ahead, and mbarriers know only a phase's
-parity. Consumers that apply block scales have no registers to decode work items, so the producer does it for them."""
+parity. Consumers that apply block scales have no registers to decode work items, so the producer does it for them.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ WARP_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @gluon.jit
 def new_rings(weight, dtype: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr):
-    """(ring, b_ring). A k-block of B is released by two arrivals: one of each of an item's last two blocks, or both of
+    """(ring, b_ring). Two arrivals release a k-block of B: one by each of an item's last two blocks of rows, or both by
     its only block."""
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPGROUP_M, BK], gl.NVMMASharedLayout(128, 16, 2))
     b_smem = gl.allocate_shared_memory(dtype, [B_STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
@@ -248,8 +249,7 @@ def scaled_producer(
 ):  # fmt: skip
     """Producer, one warp: `stationary_producer` that also fills row_scale (S, WARPGROUP_M) of each stage, unless None.
 
-    tile_info of a block: (one number for expert, arrivals and phase of B, or -1 after the last block; row, end,
-    column).
+    tile_info of a block: (a number for expert, arrivals and phase of B, or -1 after the last block; row, end, column).
     """
     column_tiles = gl.cdiv(width_out, BN)
     row_tiles = gl.load(num_tiles)

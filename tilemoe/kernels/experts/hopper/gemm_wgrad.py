@@ -15,7 +15,8 @@ Tensor cores truncate their sums to some 14 bits, so that a long sum of products
 after 4,096 rows if both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a sum
 of more than CHUNK k-blocks is divided into chunks of equal size, and the chunks' sums are added in fp32. Registers
 have no room for a second accumulator, so the sum of the chunks so far is in global memory, in practice in L2. Each
-thread writes its own elements of the tile and reads them back, so that no synchronisation is needed."""
+thread writes its own elements of the tile and reads them back, so that no synchronisation is needed.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def wgrad_producer(
     tile_info,
     BN: gl.constexpr,
 ):
-    """Producer: it fills stages with BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), zero past the
-    expert's end.
+    """Producer: fills stages with BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q). Past the
+    expert's last row B is zero.
 
     tile_info: (expert, first row and column of the tile, number of stages), where 0 stages means one without operands.
     """
@@ -259,7 +260,7 @@ def transposed_producer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, start, end, first, col = weight_tile_coords(index, total, width, q, row_start_of_expert, BN)
         steps = gl.cdiv(end - start, BLOCK)
-        place = (start // BLOCK + expert) * BK  # as `triton.formats.transpose.first_block`
+        place = (start // BLOCK + expert) * BK  # `triton.formats.transpose.first_block` times BK
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, first, col, steps)
         if steps == 0:

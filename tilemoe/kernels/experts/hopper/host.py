@@ -204,8 +204,7 @@ def _empty_a(x: Tensor | Operand, rows: int, n: int) -> Tensor | Operand:
 
 
 def _moved(operand: Tensor | Operand) -> Tensor:
-    """The operand as the 16-bit elements that the pipeline moves: FP8 values are viewed as pairs along the contiguous
-    dimension."""
+    """The operand as 16-bit elements, which the pipeline moves: FP8 values as pairs along the contiguous dimension."""
     if isinstance(operand, Tensor):
         return operand
     data, dtype = operand.data, operand.dtype

@@ -19,7 +19,8 @@ Tile scheduler: the producer decodes a tile's coordinates and passes them to the
 
 SCALES is "none" for 16-bit operands; else the operands are e4m3, and `scales` describes their scales. The pipeline
 moves bytes: it treats two e4m3 values of a row as one element of the layer's 16-bit dtype, so that BK, the producers
-and the stages are the same. `operand` views a stage as the matrix that wgmma multiplies."""
+and the stages are the same. `operand` views a stage as the matrix that wgmma multiplies.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

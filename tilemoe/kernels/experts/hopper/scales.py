@@ -11,7 +11,8 @@ the epilogue. Tensor cores accumulate FP8 products with some 14 bits: with a con
 SCALES "blocks" (down_proj): the mainloop is `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one
 k-block)``. CUDA cores scale each k-block's product and add it to an fp32 accumulator, for one consumer while the tensor
 cores work for the other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product
-of a half takes 64 registers per thread, besides 128 for the accumulator."""
+of a half takes 64 registers per thread, besides 128 for the accumulator.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

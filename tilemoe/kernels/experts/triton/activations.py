@@ -2,7 +2,8 @@
 
 They compute values, and the gradients that down_proj_dgrad needs. All arithmetic is fp32; with PRECISE False it uses
 approximations that are exact enough for 16-bit results. ``limit`` is a parameter of swiglu_oai and swiglu_clamped,
-``alpha`` of swiglu_oai (in swiglu_clamped it is 1)."""
+``alpha`` of swiglu_oai (in swiglu_clamped it is 1).
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

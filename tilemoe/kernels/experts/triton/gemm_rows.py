@@ -147,7 +147,7 @@ def up_proj_act_kernel(
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
     PARTS: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
-    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of a part
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # columns of a part
     width_out = 2 * n if INTERLEAVED else n
     column_tiles = tl.cdiv(n, BLOCK_N)
     row_tiles = tl.load(num_tiles)

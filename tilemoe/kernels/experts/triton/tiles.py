@@ -20,8 +20,8 @@ _FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with at most this many experts
 def tile_place(index, row_tiles, column_tiles, BAND: tl.constexpr):
     """(row tile, column tile) of tile ``index`` < row_tiles * column_tiles, column tiles innermost.
 
-    BAND: the column tiles of a band; all row tiles are walked in a band before the next. 0: no bands. See
-    `configs.band_tiles`."""
+    BAND: the column tiles of a band, whose row tiles all come before the next band; 0: none. See `configs.band_tiles`.
+    """
     if BAND == 0:
         row_tile, column_tile = index // column_tiles, index % column_tiles
     else:

@@ -150,9 +150,7 @@ def block_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
 
 
 def row_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
-    """(launch, operand): quantises weight (E, p, q) of any strides with a scale for each of E x p rows, to contiguous
-    data.
-    """
+    """(launch, operand): quantises weight (E, p, q) of any strides with a scale per row (E, p), to contiguous data."""
     experts, p, q = weight.shape
     if weight.is_contiguous():  # a CTA that can hold a row reads it once
         launch, rows = rows_launch(weight.flatten(0, 1), q)

@@ -7,7 +7,8 @@ Tensor cores need 8-bit operands contiguous along the contraction, here an exper
 A's quantised tokens are gathered and transposed to (c, L), one slice of columns after the other to bound the memory.
 B is multiplied by its tokens' scales, quantised with one scale per expert, and transposed to (q, L). An expert's rows
 take whole blocks of 128, from `first_block` on, padded with zeros. The GEMM (`hopper.gemm_wgrad`) multiplies only its
-result by a scale, the expert's."""
+result by a scale, the expert's.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Itera
     """Yields the operands for each slice of by_token's columns. by_token (T, p) has contiguous rows, by_row (R_max, q)
     is contiguous; p and q are multiples of 128.
 
-    A slice overwrites the one before: launch a slice's GEMM before asking for the next."""
+    A slice overwrites the one before: launch a slice's GEMM before asking for the next.
+    """
     tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
     find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
     quantize, right, scale = quantize_launch(by_row, tokens.scale, largest, plan, tiles)
