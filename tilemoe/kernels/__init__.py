@@ -1,2 +1,2 @@
-"""The kernels: of the experts (up_proj to combine_grad, by backend), router, plan, rounding, expert parallelism,
-language model."""
+"""The kernels for the experts (up_proj to combine_grad, by backend), the router, plans, token rounding, expert
+parallelism and the language model."""

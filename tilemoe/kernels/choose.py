@@ -1,6 +1,6 @@
 """Dispatch between implementations (PyTorch, Triton, Hopper): each function returns a `Choice`, with its reason.
 
-For experts, router, plan, rounding, expert parallelism and the language model.
+It covers experts, router, plan, rounding, expert parallelism and the language model.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · W ranks
 
@@ -43,7 +43,7 @@ PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 class Choice(Generic[Impl]):
     """The chosen implementation: its name, its code and, in one line, why it was chosen.
 
-    impl is None where the callers themselves have the code for each name.
+    impl is None where the caller itself selects the code by name.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Choice(Generic[Impl]):
 
 
 class PlanBuilder(NamedTuple):
-    """``build(expert_ids (T, K), num_experts)``; every builder gives the same tensors.
+    """``build(expert_ids (T, K), num_experts)``; every builder returns the same tensors.
 
-    ``build_in_one`` may make them views of one allocation, which is only for tensors that do not leave an operator.
+    ``build_in_one`` may return views of one allocation: use it only for tensors that no operator returns.
     """
 
     build: PlanTopK
@@ -101,14 +101,14 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
 def choose_experts(
     device: torch.device, dtype: torch.dtype, widths: Sequence[int] = (), precision: str = "bf16"
 ) -> Choice[Backend]:
-    """The experts' backend. widths: the layer's d and n, or nothing. torch.compile can trace it, with symbolic widths.
+    """The experts' backend. widths: the layer's d and n, or empty. torch.compile can trace it, with symbolic widths.
 
-    ``precision`` is a preference: where "fp8" is not available the choice is that of "bf16", and the reason says why.
+    ``precision`` is a preference: where "fp8" is not available, a "bf16" backend is chosen, and the reason says why.
     """
     chosen = _experts_on(device, dtype, precision, None)
     if chosen.name == "torch":  # whatever the widths
         return chosen
-    # Not the widths are a key, which may be symbolic, but what speaks against them.
+    # The cache key has the reasons against the widths, not the widths themselves, which may be symbolic.
     whys = tuple([row.why_not_layer(dtype, *widths) for row in table.ROWS if row.precision == precision])
     chosen = _experts_on(device, dtype, precision, whys)
     if chosen.impl is not None:
@@ -125,10 +125,10 @@ def _experts_on(device: torch.device, dtype: torch.dtype, precision: str, whys: 
 
 @cache  # every forward asks, and the answer queries the GPU
 def _known_experts_on(device: torch.device, dtype: torch.dtype, precision: str, whys: Whys) -> Choice[Backend | None]:
-    """By the first row of ``precision`` that serves; ``whys``: what speaks against the widths, of each of its rows, or
-    None where nothing does.
+    """The choice of the first row of ``precision`` that can be used. whys: for each of these rows why the widths rule
+    it out, or None; None in place of the tuple if they rule out none.
 
-    impl is None, with the reason of the precision's first row, where no row serves.
+    If no row can be used, impl is None and the reason is that of the first row.
     """
     rows = [row for row in table.ROWS if row.precision == precision]
     against = list[str]()
@@ -147,7 +147,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[in
 
 @constant_when_traced
 def choose_router(device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> Choice[None]:
-    """The router's kernels, for logits of this device and dtype, fp32 or fp64 (16-bit logits are converted before)."""
+    """The router's kernels, for logits of this device and dtype, fp32 or fp64 (16-bit logits are converted first)."""
     return _known_router(why_no_triton(device), dtype, num_experts, experts_per_token)
 
 
@@ -166,7 +166,7 @@ def _known_router(why: str | None, dtype: torch.dtype, num_experts: int, experts
 
 
 def choose_rounding(device: torch.device, dtype: torch.dtype, num_experts: int) -> Choice[None]:
-    """Token rounding's kernels: bounded in the number of experts as the router's, but not in K."""
+    """Token rounding's kernels; they limit the number of experts as the router's do, but not K."""
     return choose_router(device, dtype, num_experts, 1)
 
 
@@ -184,7 +184,7 @@ def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choic
 
 
 def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:
-    """As `choose_plan`, with a builder for few pairs. Not for training, where a new batch size must compile nothing."""
+    """`choose_plan` with a builder for few pairs. Not for training, where a new batch size must not compile."""
     if why_no_triton(device) is None:
         from tilemoe.kernels.plan import triton_small
 
@@ -197,7 +197,7 @@ def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int
 def choose_expert_parallel(
     device: torch.device, num_tokens: int, num_pairs: int, num_experts: int, ranks: int
 ) -> Choice[ExpertParallelKernels]:
-    """Expert parallelism's kernels, for T tokens and P pairs that W ranks send or receive."""
+    """Expert parallelism's kernels, for T tokens and P pairs that are sent or received among W ranks."""
     why = why_no_triton(device)
     if why is None:
         from tilemoe.kernels.expert_parallel import triton as triton_expert_parallel
@@ -213,7 +213,7 @@ def _steps_of(module: Any) -> ExpertParallelKernels:
 
 
 def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPacking]:
-    """The quantisation of rows of this dtype that are exchanged between processes in FP8."""
+    """The functions that quantise rows of this dtype, which processes then exchange in FP8."""
     why = why_no_triton(device) or backend_named("triton").why_unsupported(device, dtype)
     if why is None:
         from tilemoe.kernels.experts.triton.formats.quantize import why_no_e4m3
@@ -227,7 +227,7 @@ def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPackin
 
 
 def choose_lm(x: Tensor) -> Choice[None]:
-    """The language model's kernels (loss, rotary positions) for ``x``; PyTorch's while torch.compile traces."""
+    """The language model's kernels (loss, rotary embedding) for ``x``; PyTorch's while torch.compile traces."""
     if torch.compiler.is_compiling():
         return Choice("torch", None, "torch.compile makes a kernel of its own")
     if type(x) is not Tensor:
@@ -237,7 +237,7 @@ def choose_lm(x: Tensor) -> Choice[None]:
 
 
 def choose_projections(device: torch.device) -> Choice[None]:
-    """Attention's projections where FP8 is asked for: "torchao", or "torch" for GEMMs in the layer's dtype."""
+    """Attention's projections if FP8 is requested: "torchao", or "torch" for GEMMs in the layer's dtype."""
     if find_spec("torchao") is None:
         return Choice("torch", None, "not in FP8 (torchao is not installed); pip install 'tilemoe[fp8]'")
     if device.type == "cpu":

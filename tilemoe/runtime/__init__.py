@@ -1,1 +1,1 @@
-"""How operators are registered, launched, traced and repeated. Knows nothing of mixtures of experts."""
+"""How operators are registered, launched, traced and replayed. Nothing here depends on mixtures of experts."""

@@ -1,10 +1,10 @@
-"""The C function by which Triton 3.6 starts a kernel, called without the Python around it.
+"""The C function with which Triton 3.6 launches a kernel, called without Triton's Python code around it.
 
-That saves a sixth of the host's time of a layer's forward, a quarter of its backward's (results/host_time.jsonl).
+That saves a sixth of the host time of a layer's forward and a quarter of its backward's (results/host_time.jsonl).
 
-That Python encodes every tensor descriptor for the GPU anew, 8 to 10 microseconds each on the host of an H200, though
-the encoding is a function of the address for a kernel that is launched again. Other releases of Triton launch their
-own way: `direct` is None there.
+Triton's Python code encodes every tensor descriptor for the GPU again in each launch, 8 to 10 microseconds each on an
+H200's host, although for a repeated launch the encoding depends on the address alone. Other releases of Triton launch
+differently; for them `direct` returns None.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import triton
 
 _RELEASE = "3.6."
-_MAX_ENCODED = 256  # addresses of one operand of one launch: layers times the places where their activations come
+_MAX_ENCODED = 256  # cached addresses of one operand of one launch: layers times addresses of their activations
 
 
 class Direct(NamedTuple):
-    """``launch(x, y, z, stream, *fixed, *args)``; ``metadata`` of the arguments that are descriptors, in order."""
+    """``launch(x, y, z, stream, *fixed, *args)``, and the ``metadata`` of the descriptor arguments, in order."""
 
     launch: Callable[..., None]
     fixed: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Direct(NamedTuple):
 
 
 def direct(kernel: Any) -> Direct | None:
-    """How to start a compiled kernel that asks for no memory of its own; None where that is not known."""
+    """How to launch a compiled kernel that needs no scratch memory; None if that is not known."""
     if not triton.__version__.startswith(_RELEASE):
         return None
     from triton.backends.nvidia.driver import CudaLauncher
@@ -37,23 +37,23 @@ def direct(kernel: Any) -> Direct | None:
     if not isinstance(launcher, CudaLauncher):
         return None
     launch = launcher.launch
-    if isfunction(launch):  # takes descriptors apart, then calls the C function
+    if isfunction(launch):  # it unpacks descriptors, then calls the C function
         launch = getclosurevars(launch).nonlocals["launcher"]
     switches = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    # No memory for the kernel or a profiler, and no hooks.
+    # No scratch memory for the kernel or a profiler, and no hooks.
     fixed = (kernel.function, *switches, None, None, kernel.packed_metadata, None, None, None)
     return Direct(launch, fixed, list(getattr(kernel.metadata, "tensordesc_meta", None) or ()))
 
 
 class Encoded:
-    """A descriptor as the GPU takes it, by the address of its base: ``described(address)`` as Triton takes it."""
+    """A descriptor encoded for the GPU, cached by the address of its base. ``described(address)``: Triton's object."""
 
     def __init__(self, described: Any, metadata: Any) -> None:
         self._described, self._metadata = described, metadata
         self._known: dict[int, Any] = {}
 
     def sizes(self) -> list[int]:
-        """The arguments that follow it: its shape, then its strides."""
+        """The kernel arguments that follow the descriptor: its shape, then its strides."""
         descriptor = self._described(0)
         return [*descriptor.shape, *descriptor.strides]
 

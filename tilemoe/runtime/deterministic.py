@@ -13,10 +13,10 @@ import torch.utils.deterministic
 
 @contextmanager
 def deterministic_algorithms(*, warn_only: bool, fill_memory: bool) -> Iterator[None]:
-    """`torch.use_deterministic_algorithms` inside the block; what was set before holds again after it.
+    """Turns on `torch.use_deterministic_algorithms` inside the block; afterwards the earlier settings are restored.
 
-    warn_only: an operator that has no such algorithm warns instead of raising PyTorch's RuntimeError.
-    fill_memory: what ``torch.empty`` and its relatives return is NaN, of integers the largest value.
+    warn_only: an operator without a deterministic algorithm warns instead of raising PyTorch's RuntimeError.
+    fill_memory: ``torch.empty`` and similar functions fill tensors with NaN, or the largest integer.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -33,9 +33,9 @@ def deterministic_algorithms(*, warn_only: bool, fill_memory: bool) -> Iterator[
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """What runs on a GPU inside the block gives the same bits each time, what torch.compile makes there, too.
+    """GPU computations inside the block give the same bits in each run, including code that torch.compile generates.
 
-    An operator that has no deterministic algorithm raises PyTorch's RuntimeError, which names it.
+    An operator without a deterministic algorithm raises PyTorch's RuntimeError, which names the operator.
     """
     from torch._inductor import config as inductor  # here, because it takes a second to import
 

@@ -1,4 +1,4 @@
-"""What a GPU offers to one program of a kernel, whether Triton's kernels run on it, and which GEMMs are fast."""
+"""What a GPU offers to one CTA of a kernel, whether Triton's kernels run on it, and which GEMMs are fast."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-# The first release that puts a proxy fence between cp.async and the matrix products of compute capability 10.x: before
-# it they may read shared memory too early, and give other results in each run.
+# The first release with a proxy fence between cp.async and the matrix instructions of compute capability 10.x. Without
+# it they may read shared memory too early, and results differ from run to run.
 TRITON_FOR_10 = "3.7.1"
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a GPU offers to one program. ``capability``: 10 * major + minor, 0 for other makes than NVIDIA.
+    """The resources of a GPU for one CTA. ``capability``: 10 * major + minor, or 0 for a GPU that is not NVIDIA's.
 
-    ``interpreted``: Triton's interpreter plays this GPU on a CPU; it gets the smallest tiles.
+    ``interpreted``: Triton's interpreter on a CPU stands in for a GPU; it gets the smallest tiles.
     """
 
     capability: int
@@ -34,7 +34,7 @@ class Device:
 
     @property
     def gathers(self) -> bool:
-        """Whether TMA gathers rows, for matrix units that read what it writes."""
+        """Whether TMA can gather rows into a layout that the tensor cores read."""
         return self.capability // 10 == 10
 
 
@@ -42,13 +42,13 @@ _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, int
 
 
 def device_of(t: Tensor) -> Device:
-    """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
+    """The `Device` of the GPU that holds ``t``. ValueError: Triton cannot run there."""
     if t.device.type == "cuda":
         if (why := why_no_triton(t.device)) is not None:
             raise ValueError(f"Triton's kernels cannot compute on {t.device}: {why}; or pass kernels='torch'")
         return gpu(t.device.index)
     if t.device.type == "cpu":
-        from triton import knobs  # only kernels ask, which have imported it
+        from triton import knobs  # only kernels get here, and they have imported Triton
 
         if knobs.runtime.interpret:
             return _INTERPRETER
@@ -57,7 +57,7 @@ def device_of(t: Tensor) -> Device:
 
 @cache
 def gpu(index: int) -> Device:
-    """What the GPU of this index offers."""
+    """The `Device` of the GPU with this index."""
     properties = torch.cuda.get_device_properties(index)
     capability = 10 * properties.major + properties.minor if torch.version.hip is None else 0
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
@@ -65,13 +65,13 @@ def gpu(index: int) -> Device:
 
 
 def gpu_of(device: torch.device) -> Device:
-    """What a GPU offers, of those without an index the current one."""
+    """The `Device` of a GPU; for a device without an index that of the current GPU."""
     return gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
 def has_fast_gemm(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether GEMMs run at full speed: in 16 bits on a CPU, where PyTorch hands them to oneDNN (docs/lab/cpu.md)."""
+    """Whether GEMMs run at full speed. 16-bit ones on a CPU do if PyTorch runs them in oneDNN (docs/lab/cpu.md)."""
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     if not torch.backends.mkldnn.is_available():
@@ -85,7 +85,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@cache  # asked by every forward, and the answer takes a look at the GPU
+@cache  # every forward asks, and the answer queries the GPU
 def why_no_triton(device: torch.device) -> str | None:
     """Why no Triton kernel runs on ``device``, in a few words; None if they do. Not to be traced."""
     if device.type != "cuda":
@@ -102,7 +102,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """NVIDIA's compute capability of a GPU; (8, 0) for another make, or where no GPU is here to ask."""
+    """The compute capability of an NVIDIA GPU; (8, 0) for another vendor's, or if no GPU is present."""
     is_asked = torch.version.hip is None and torch.cuda.is_available()
     return torch.cuda.get_device_capability(device) if is_asked else (8, 0)
 
@@ -114,7 +114,7 @@ def triton_version() -> str:
 
 
 def nvidia_smi(*fields: str, gpu: str | None = None) -> list[str] | None:
-    """What nvidia-smi says of these fields, of the first GPU or of the one with this UUID; None: it says nothing."""
+    """nvidia-smi's values of these fields, for the first GPU or the one with this UUID; None if it gives none."""
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", *(["-i", gpu] if gpu else [])]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()

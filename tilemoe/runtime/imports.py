@@ -1,6 +1,7 @@
 """`after_import`: a callback that runs when a module is first imported, without importing it.
 
-The operators' FLOP formulas need it: to import PyTorch's counter imports Triton, 0.2 s, and logs a warning without one.
+The operators' FLOP formulas need it: importing PyTorch's FLOP counter also imports Triton, which takes 0.2 s, or logs a
+warning if there is none.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 
 def after_import(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Call ``then`` with the module called ``name``: now if it is imported, else as soon as it has been."""
+    """Call ``then`` with the module ``name``: now if it is already imported, else right after its import."""
     if name in sys.modules:
         then(sys.modules[name])
         return
 
     def find(fullname: str, *_: Any) -> ModuleSpec | None:
-        """The module as the other finders find it, with a loader that calls ``then`` afterwards."""
+        """The spec that the other finders give for the module, with a loader that then calls ``then``."""
         if fullname != name:
             return None
         sys.meta_path.remove(finder)

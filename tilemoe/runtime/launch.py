@@ -1,4 +1,4 @@
-"""One way to start a kernel: `Launch` holds everything that a launch, or a compilation without a GPU, needs."""
+"""`Launch`, which holds everything that a kernel launch, or a compilation without a GPU, needs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _IS_AMD = torch.version.hip is not None
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel, its grid, its run-time and its compile-time arguments by name, and the compiler's options.
+    """A kernel, its grid, its run-time and compile-time arguments by name, and the compiler's options.
 
-    ``max_registers`` of a thread, None where the compiler decides.
+    ``max_registers``: the limit per thread; None: the compiler decides.
     """
 
     kernel: Any
@@ -36,15 +36,15 @@ class Launch:
     max_registers: int | None = None
 
     def run(self) -> None:
-        """Launch on the device of the first operand, on PyTorch's current stream of it.
+        """Launch on the first operand's device, on its current PyTorch stream.
 
-        Triton's own way binds the arguments by name and spells out their types each time, which takes the host longer
-        than the rest of the launch together. Here it is taken once for each way in which the arguments can be compiled.
+        Triton's own launch binds the arguments by name and derives their types each time, which takes the host longer
+        than the rest of the launch. Here that happens only once for each specialisation of the arguments.
         """
-        operands = (getattr(value, "base", value) for value in self.args.values())  # a descriptor's tensor
+        operands = (getattr(value, "base", value) for value in self.args.values())  # `base`: a descriptor's tensor
         first = next(operand for operand in operands if isinstance(operand, Tensor))
         watching = recorder()
-        if not isinstance(self.kernel, JITFunction):  # the interpreter's
+        if not isinstance(self.kernel, JITFunction):  # Triton's interpreter
             self.kernel[self.grid](**self.args, **self.constants, **self.options)
             if watching is not None:
                 watching.problem = "the interpreter launches nothing"
@@ -65,12 +65,12 @@ class Launch:
                 watching.launched(known[key], self.grid, by_position)
 
     def _key(self) -> tuple[Any, ...]:
-        """All that the compilation depends on."""
+        """Everything that the compilation depends on."""
         return (*map(_specialisation, self.args.values()), *self.constants.values(), *self.options.values())
 
     @property
     def options(self) -> dict[str, Any]:
-        """The compiler's options, as a launch takes them."""
+        """The compiler's options by the names that Triton's launch takes."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
@@ -84,7 +84,7 @@ def launch_of(
     num_stages: int = 1,
     max_registers: int | None = None,
 ) -> Launch:
-    """``args``: values of the kernel's leading parameters, in its order. ``constants``: all the others, by name."""
+    """A `Launch`. args: values of the kernel's leading parameters, in order; constants: of all the others, by name."""
     names = kernel.arg_names
     assert len(args) + len(constants) == len(names), "each parameter has one value"
     return Launch(kernel, grid, dict(zip(names, args, strict=False)), constants, num_warps, num_stages, max_registers)
@@ -92,15 +92,15 @@ def launch_of(
 
 @cache
 def _compiled(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any, ...], Any]:
-    """What has been launched of ``kernel`` on a device, by all that its compilation depends on; filled by `Launch`."""
+    """The compiled forms of ``kernel`` that were launched on a device, by `Launch._key`; `Launch.run` fills it."""
     return {}
 
 
 def _specialisation(value: Any) -> Any:
-    """What Triton compiles into a kernel of an argument: the type, whether it is 1, whether it is a multiple of 16.
+    """The properties of an argument that Triton compiles into a kernel: type, whether it is 1 or a multiple of 16.
 
-    For AMD's GPUs also whether 32 bits reach all of the memory that a tensor is part of. The layout of Gluon's
-    descriptors follows from the type and the block's shape.
+    For AMD's GPUs also whether 32-bit offsets reach all of a tensor's storage. The layout of a Gluon descriptor follows
+    from its dtype and block shape.
     """
     if isinstance(value, int):
         return 1 if value == 1 else (value % _ALIGNMENT == 0, value > _MAX_INT32)
@@ -113,14 +113,14 @@ def _specialisation(value: Any) -> Any:
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:
-    """``t`` as kernels index it, by position alone; None stays None. A column or an expanded vector is copied."""
+    """``t`` contiguous, as kernels index it; None stays None. A column or an expanded vector is copied."""
     return None if t is None else t.contiguous()
 
 
 def int32_vectors(like: Tensor, *lengths: int) -> list[Tensor]:
-    """Uninitialised, in one allocation, which takes the host as long as a small launch.
+    """Uninitialised int32 vectors in one allocation, since an allocation takes the host as long as a small launch.
 
-    Each begins at a multiple of 16 bytes: an alignment that came and went with the lengths would be compiled anew.
+    Each begins at a multiple of 16 bytes: if alignment depended on the lengths, kernels would be compiled again.
     """
     ends = list(accumulate(ceil_div(4 * length, _ALIGNMENT) * (_ALIGNMENT // 4) for length in lengths))
     memory = like.new_empty(ends[-1], dtype=torch.int32)
@@ -128,23 +128,23 @@ def int32_vectors(like: Tensor, *lengths: int) -> list[Tensor]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How matrix units multiply fp32: what ``torch.backends.cuda.matmul`` allows; 16-bit types have one way only."""
+    """How tensor cores multiply fp32, as ``torch.backends.cuda.matmul`` allows; always "ieee" for 16-bit types."""
     if dtype != torch.float32:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def persistent_grid(device: Device, tiles: int, ctas: int = 1) -> tuple[int]:
-    """``ctas`` programs for each multiprocessor, or one for each tile where these are fewer."""
+    """A grid of ``ctas`` CTAs per SM, or of one CTA per tile if there are fewer tiles."""
     return (max(1, min(ctas * device.multiprocessors, tiles)),)
 
 
-# Triton has both, but as functions of kernels, which take the host ten times as long.
+# Triton has both as functions for kernels, but on the host they take ten times as long.
 def ceil_div(count: int, block: int) -> int:
-    """Blocks that cover ``count``."""
+    """The number of blocks that cover ``count``."""
     return -(-count // block)
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is at least ``count``, of at least 1."""
+    """The least power of two that is at least ``count``, where count is at least 1."""
     return 1 << (count - 1).bit_length()

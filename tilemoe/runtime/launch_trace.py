@@ -1,11 +1,11 @@
-"""Recordings of an operator's launches: what the host decides for one layout of the operands is decided once.
+"""Recordings of an operator's launches, so that the host's decisions for a layout of the operands are made only once.
 
-It brought the host's time of a layer's forward from 2.0 to 1.1 ms (on an H200's host, docs/lab/memory.md).
+Replaying reduced the host time of a layer's forward from 2.0 to 1.1 ms (on an H200's host, docs/lab/memory.md).
 
 Choosing a kernel, describing its operands and binding its arguments takes the host longer than a small layer takes the
-GPU. All of it follows from shapes, strides, dtypes and alignments. So the `LaunchTracer` watches one call, and the
-`LaunchTrace` does the same for other operands of the same layout: it allocates, launches and frees in the same order.
-Unlike a CUDA graph, it keeps no memory and holds no address.
+GPU. All of it follows from shapes, strides, dtypes and alignments. So a `LaunchTracer` records one call, and its
+`LaunchTrace` replays it for other operands of the same layout: it allocates, launches and frees in the same order.
+Unlike a CUDA graph, it keeps no memory and no address.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
 
 
 class _Slot(NamedTuple):
-    """One of a recording's tensors: the operands' come first, then what is made, in order. Or a view of it: ``view``
-    has its size, its stride, and how many elements after the tensor's first it begins.
+    """A tensor of a recording, by number: operands first, then new tensors in order of creation. ``view``: None, or
+    the size, the stride and the offset in elements of a view of that tensor.
     """
 
     number: int
@@ -44,7 +44,7 @@ class _Slot(NamedTuple):
 
 
 class _Address(NamedTuple):
-    """What a tensor descriptor asks of its base."""
+    """An address in place of a descriptor's base tensor: it has the only method that is called on the base."""
 
     address: int
 
@@ -53,19 +53,19 @@ class _Address(NamedTuple):
 
 
 class _Descriptor(NamedTuple):
-    """A tensor descriptor of a base that is yet to come: its class, and its fields but for the base."""
+    """A tensor descriptor without its base: its class and its other fields."""
 
     kind: type
     fields: dict[str, Any]
 
     def at(self, address: int) -> Any:
-        descriptor: Any = object.__new__(self.kind)  # whose checks have been made
+        descriptor: Any = object.__new__(self.kind)  # without __init__: its checks passed when the call was recorded
         descriptor.__dict__ = {**self.fields, "base": _Address(address)}
         return descriptor
 
 
 class _Made(NamedTuple):
-    """An allocation."""
+    """A step that allocates a tensor."""
 
     slot: int
     size: tuple[int, ...]
@@ -74,15 +74,15 @@ class _Made(NamedTuple):
     zeros: bool
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
-        slot, size, stride, dtype, zeros = self  # at once: a field apiece takes longer
+        slot, size, stride, dtype, zeros = self  # unpacked at once, which is faster than reading each field
         made = torch.empty_strided(size, stride, dtype=dtype, device=device)
         tensors[slot] = made.zero_() if zeros else made
         pointers[slot] = made.data_ptr()
 
 
 class _Launched(NamedTuple):
-    """A launch: ``launch(x, y, z, stream, *fixed, *args)``. Pointers and descriptors, which give what stands for an
-    address by ``at``, are set in ``args``: (position, slot, offset in bytes).
+    """A step that calls ``launch(x, y, z, stream, *fixed, *args)``. Each entry of pointers and descriptors is set in
+    ``args``: (position, slot, offset in bytes), and for a descriptor the object whose ``at(address)`` is passed.
     """
 
     launch: Callable[..., None]
@@ -103,7 +103,8 @@ class _Launched(NamedTuple):
 
 
 class _Called(NamedTuple):
-    """An operator of PyTorch's with one result, which is new, or with ``slot`` None its first argument, changed."""
+    """A step that calls a PyTorch operator. Its one result is a new tensor, or with ``slot`` None its first argument,
+    changed in place."""
 
     slot: int | None
     func: Any
@@ -120,7 +121,7 @@ class _Called(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is kept for an operand from call to call, found again: other tensors where the operand has changed."""
+    """A step that looks up the cached tensors of an operand again; they differ if the operand has changed."""
 
     slots: list[int]
     source: int
@@ -133,7 +134,7 @@ class _Kept(NamedTuple):
 
 
 class _Freed(NamedTuple):
-    """The end of what the steps after it do not use."""
+    """A step that frees the tensors which later steps do not use."""
 
     slots: list[int]
 
@@ -143,7 +144,7 @@ class _Freed(NamedTuple):
 
 
 class LaunchTrace(NamedTuple):
-    """The steps of one call of an operator. ``results``: what it returns, alone or as a tuple."""
+    """The recorded steps of one call of an operator. ``results``: its return value, a tensor or a tuple."""
 
     device: torch.device
     operands: list[int]  # positions of the tensors among the arguments
@@ -152,7 +153,7 @@ class LaunchTrace(NamedTuple):
     results: _Slot | tuple[_Slot | None, ...]
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """What the operator returns for arguments of the recorded layout, on the current stream."""
+        """The operator's result for arguments of the recorded layout, computed on the current stream."""
         tensors: list[Any] = [args[position] for position in self.operands]
         pointers = [operand.data_ptr() for operand in tensors]
         more = self.num_slots - len(tensors)
@@ -168,12 +169,12 @@ class LaunchTrace(NamedTuple):
 
 
 class LaunchTracer(TorchDispatchMode):
-    """Watches one call. What cannot be repeated spoils the recording, not the call: ``problem`` says what it was.
+    """Records one call. A step that cannot be replayed spoils the recording, not the call; ``problem`` describes it.
 
-    ``store`` is given the recording, or None.
+    ``store`` is called with the recording, or with None if there is none.
     """
 
-    withheld = False  # what it watches is launched
+    withheld = False  # launches are not withheld, as `Precompile` does
 
     def __init__(self, args: tuple[Any, ...], store: Callable[[LaunchTrace | None], None] = lambda trace: None) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ class LaunchTracer(TorchDispatchMode):
         tensors = [args[position] for position in self._operands]
         self._device = tensors[0].device
         self._steps: list[Any] = []
-        # First and last address, and layout, of each tensor in use; later ones may take the memory of earlier ones.
+        # Address range and layout of each tensor; later tensors may reuse the memory of earlier ones.
         self._ranges = [_range(tensor) for tensor in tensors]
         self._layouts = [layout(tensor) for tensor in tensors]
         self._alive = set(range(len(tensors)))
@@ -193,7 +194,7 @@ class LaunchTracer(TorchDispatchMode):
         if self._is_finding:
             return func(*args, **(kwargs or {}))
         if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-            # Without autograd's keys, as in inference mode, `contiguous` and its like come whole: a view or a copy.
+            # Without autograd's keys, as in inference mode, `contiguous` and the like arrive here undecomposed.
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -206,7 +207,7 @@ class LaunchTracer(TorchDispatchMode):
         return result
 
     def launched(self, kernel: Any, grid: tuple[int, ...], args: list[Any]) -> None:
-        """A launch of the compiled ``kernel``, which `tilemoe.runtime.launch.Launch` reports."""
+        """Record a launch of the compiled ``kernel``; `tilemoe.runtime.launch.Launch` calls this."""
         if self._is_finding:
             return
         metadata = kernel.metadata
@@ -230,7 +231,7 @@ class LaunchTracer(TorchDispatchMode):
         self._steps.append(step if how is None or len(how.metadata) != len(descriptors) else _directly(step, how))
 
     def kept(self, find: Callable[[Tensor], Sequence[Tensor]], operand: Tensor) -> Sequence[Tensor]:
-        """``find(operand)``, which every repetition calls again: it launches what it needs by itself."""
+        """``find(operand)``. Every replay calls it again; its own launches are not recorded."""
         source = self._whole(operand)
         if source not in range(len(self._operands)):
             self.problem = "something is kept for what is no operand"
@@ -243,7 +244,7 @@ class LaunchTracer(TorchDispatchMode):
         return found
 
     def keep(self, results: Any) -> None:
-        """Store the recording of a call that returned ``results``; None if it was spoiled."""
+        """Store the recording of a call that returned ``results``, or None if it was spoiled."""
         is_one = isinstance(results, Tensor)
         slots: list[_Slot | None] = []
         for result in (results,) if is_one else results:
@@ -259,7 +260,7 @@ class LaunchTracer(TorchDispatchMode):
         self._store(LaunchTrace(self._device, self._operands, len(self._ranges), steps, one_or_all))
 
     def _add(self, tensor: Tensor) -> int:
-        """A slot for a new tensor; those whose memory it has are gone."""
+        """A slot for a new tensor. Tensors whose memory it reuses no longer exist."""
         first, last = _range(tensor)
         if tensor.device != self._device:
             self.problem = f"a tensor is made on {tensor.device}"
@@ -273,7 +274,7 @@ class LaunchTracer(TorchDispatchMode):
         return self._ranges[slot][0] < last and first < self._ranges[slot][1]
 
     def _find(self, tensor: Tensor) -> tuple[int, int]:
-        """(slot, offset in bytes) of what ``tensor`` is a part of."""
+        """(slot, offset in bytes) of the tensor that ``tensor`` is a part of."""
         first, last = _range(tensor)
         slots = [slot for slot in self._alive if self._overlaps(slot, first, last)]
         if len(slots) != 1 or first < self._ranges[slots[0]][0] or last > self._ranges[slots[0]][1]:
@@ -282,7 +283,7 @@ class LaunchTracer(TorchDispatchMode):
         return slots[0], first - self._ranges[slots[0]][0]
 
     def _part(self, tensor: Tensor, but: Sequence[int] = ()) -> _Slot:
-        """The tensor itself where there is one in its layout, none of ``but``, else a view of what it is a part of."""
+        """The slot of this tensor if there is one with its layout, not in ``but``; else a view of its larger tensor."""
         slot = self._whole(tensor, but)
         if slot >= 0:
             return _Slot(slot)
@@ -292,15 +293,15 @@ class LaunchTracer(TorchDispatchMode):
         return _Slot(slot, (tuple(tensor.shape), tensor.stride(), offset // tensor.element_size()))
 
     def _whole(self, tensor: Tensor, but: Sequence[int] = ()) -> int:
-        """The slot whose tensor this is, to the last element, none of ``but``; -1 if there is none."""
+        """The slot that is exactly this tensor and not in ``but``; -1 if there is none."""
         first = tensor.data_ptr()
         slots = [slot for slot in self._alive if self._ranges[slot][0] == first and slot not in but]
         slots = [slot for slot in slots if self._layouts[slot] == layout(tensor)]
-        # Of several without elements, any is as good.
+        # Among several tensors without elements, any will do.
         return -1 if not slots or (len(slots) > 1 and tensor.numel()) else max(slots)
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator that computes, repeated as it is; one in place only on what the call itself has made."""
+        """Record a PyTorch operator that computes. An in-place one may only change a tensor made in this call."""
         given = [self._part(arg) if isinstance(arg, Tensor) else arg for arg in args]
         named = {name: self._part(arg) if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
         unknown = any(isinstance(leaf, Tensor) for leaf in tree_leaves((given, named)))
@@ -315,7 +316,7 @@ class LaunchTracer(TorchDispatchMode):
 
 
 def _directly(step: _Launched, how: Direct) -> _Launched:
-    """The same launch as `tilemoe.runtime.c_launcher` knows it: a descriptor is followed by its shape and strides."""
+    """The same launch by `tilemoe.runtime.c_launcher`, where its shape and strides follow a descriptor."""
     encoded = {
         position: Encoded(descriptor.at, metadata)
         for (position, _, _, descriptor), metadata in zip(step.descriptors, how.metadata, strict=True)
@@ -331,19 +332,19 @@ def _directly(step: _Launched, how: Direct) -> _Launched:
 
 
 def recorder() -> LaunchTracer | None:
-    """The one that watches at present."""
+    """The tracer that is recording at present, if any."""
     mode = _get_current_dispatch_mode()
     return mode if isinstance(mode, LaunchTracer) else None
 
 
 def is_hooked() -> bool:
-    """Whether a profiler wants to know of Triton's launches."""
+    """Whether a profiler has set a hook for Triton's launches."""
     runtime = triton.knobs.runtime
     return bool(_calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
 
 
 def layout(t: Tensor) -> tuple[Any, ...]:
-    """All of a tensor that a launch of it depends on, but for the address."""
+    """The properties of a tensor that a launch depends on, except its address."""
     return t.shape, t.stride(), t.dtype, t.data_ptr() & 15
 
 
@@ -352,7 +353,7 @@ def _calls(hook: Any) -> Any:
 
 
 def _range(t: Tensor) -> tuple[int, int]:
-    """The first address, and the one after the last."""
+    """The tensor's first address, and the address after its last element."""
     first = t.data_ptr()
     if t.numel() == 0:
         return first, first
@@ -361,7 +362,7 @@ def _range(t: Tensor) -> tuple[int, int]:
 
 
 def _with_frees(steps: list[Any], num_operands: int, results: list[int]) -> list[Any]:
-    """The steps, and after each the end of what is used there for the last time."""
+    """The steps, each followed by one that frees the tensors whose last use it was."""
     last_use: dict[int, int] = {}
     for index, step in enumerate(steps):
         for slot in _slots_of(step):

@@ -1,8 +1,8 @@
-"""`Operator`: an implementation that torch.library knows, that autograd can record, and whose launches are repeated.
+"""`Operator`: an implementation that is registered with torch.library and autograd, and whose launches are replayed.
 
-A registered operator is what torch.compile, fake tensors, dispatch modes (FLOP counting, selective checkpointing) and
-the profiler see. Its bookkeeping costs 50 to 200 microseconds of host time a call, as long as some of the kernels run;
-so a call on plain tensors that nothing is watching runs the implementation itself (docs/lab/memory.md).
+torch.compile, fake tensors, dispatch modes (FLOP counting, selective checkpointing) and the profiler see a registered
+operator. Its bookkeeping costs 50 to 200 microseconds of host time per call, as long as some kernels run. So a call on
+plain tensors that none of these observes runs the implementation directly (docs/lab/memory.md).
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class Arguments:
-    """What an operator's arguments are made of: tensors, numbers and strings, unless a subclass knows objects."""
+    """How an operator's arguments map to its schema. Here they are tensors, numbers and strings, as in the schema; a
+    subclass converts objects."""
 
     def operands(self, args: Args) -> Args:
-        """A tensor, then all other tensors and all else that launches depend on (hashable)."""
+        """A tensor, then all other tensors and (hashable) values that launches depend on."""
         return args
 
     def flatten(self, args: Args) -> Args:
-        """What the operator's schema takes."""
+        """The arguments that the operator's schema takes."""
         return args
 
     def unflatten(self, flat: Args) -> Args:
-        """What `flatten` was given, or its equal."""
+        """The inverse of `flatten`: arguments equal to those that it was given."""
         return flat
 
 
@@ -47,19 +48,19 @@ _AS_GIVEN = Arguments()
 
 
 class Operator:
-    """``run(*args)``, positional, called with autograd and autocast off. Its tensors are on one device.
+    """An operator that calls ``run(*args)``, with autograd and autocast off. All its tensors are on one device.
 
     Args:
-        name: of ``tilemoe::name``.
-        schema: as torch.library has it, ``(Tensor x, int n) -> Tensor``. None: for what no graph can hold, which is not
-            registered.
-        fake: gives what ``run`` gives, without values; both may give None for the schema's Tensor.
-        arguments: between the arguments and the schema's.
-        advise: ``(name, found, arguments by name)`` gives the message of an OutOfMemoryError that said ``found``.
-        repeats: whether launches are recorded and repeated; not where PyTorch's operators do the work.
-        compiles_first: whether a call may begin by compiling without launching; not where other GPUs wait for
-            launches, or where it writes to an operand.
-        flops: of `torch.utils.flop_counter`, from the schema's arguments with shapes for tensors; None: none.
+        name: the operator is ``tilemoe::name``.
+        schema: torch.library's, ``(Tensor x, int n) -> Tensor``. None: it is not registered, since no graph can hold
+            it.
+        fake: returns ``run``'s results without values; both may return None in place of the schema's Tensor.
+        arguments: converts between ``run``'s arguments and the schema's.
+        advise: ``(name, found, arguments by name)`` returns the message for an OutOfMemoryError that said ``found``.
+        repeats: whether launches are recorded and replayed; False if PyTorch's operators do the work.
+        compiles_first: whether the first call may compile without launching; False if other GPUs wait for its
+            launches, or if it writes to an operand.
+        flops: a formula for `torch.utils.flop_counter`; it gets the schema's arguments, shapes in place of tensors.
     """
 
     def __init__(
@@ -86,13 +87,13 @@ class Operator:
             self.registered.register_fake(self._run_fake)
             if flops is not None:
                 packet = getattr(torch.ops.tilemoe, name)
-                # to import the counter is to import Triton, which a CPU does without
+                # importing the counter imports Triton, which a CPU does not need
                 after_import("torch.utils.flop_counter", lambda m: m.register_flop_formula(packet)(flops))
 
     def register_autograd(self, backward: Backward, save: Save) -> None:
-        """``save(ctx, args, output)`` keeps what ``backward(ctx, *grads)`` needs for the gradients of the first args.
+        """Differentiate by ``save(ctx, args, output)`` and ``backward(ctx, *grads)``, as in torch.library and autograd.
 
-        As torch.library's and autograd's; the gradients of the other arguments are None.
+        backward returns the gradients of the first arguments; those of the others are None.
         """
         self.save, self._backward = save, backward
         self.registered.register_autograd(
@@ -101,7 +102,7 @@ class Operator:
         )
 
     def refuse_autograd(self, message: str) -> None:
-        """Differentiating this operator is a RuntimeError that says ``message``."""
+        """Make differentiating this operator a RuntimeError with this ``message``."""
 
         def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             raise RuntimeError(message)
@@ -109,7 +110,7 @@ class Operator:
         self.register_autograd(refuse, lambda ctx, args, output: None)
 
     def __call__(self, *args: Any, seen: bool = False) -> Any:
-        """What ``run`` returns. ``seen``: called by the registered operator, for a tracer or a dispatch mode."""
+        """``run``'s result. ``seen``: the registered operator makes this call, for a tracer, a mode or a profiler."""
         operands = self._arguments.operands(args)
         first: Tensor = operands[0]
         if not seen and self.registered is not None:
@@ -121,13 +122,13 @@ class Operator:
             if not _is_unwatched(operands):
                 return self.registered(*self._arguments.flatten(args))
         is_recorded = self.save is not None and not seen and is_differentiable(*operands)
-        casts = torch._C._is_any_autocast_enabled()  # a tenth of the time of asking for a device's
+        casts = torch._C._is_any_autocast_enabled()  # takes a tenth of the time of the question for one device
         if casts:
             kind = first.device.type
             casts = torch.is_autocast_enabled(kind)
         if is_recorded:
             torch._C._set_grad_enabled(False)
-        if casts:  # the operator has chosen its dtypes: a backward under autocast must not lower the fp32 ones
+        if casts:  # the operator has chosen its dtypes: autocast must not lower the fp32 ones in a backward
             torch.set_autocast_enabled(kind, False)
         try:
             trace, watcher = None, None
@@ -152,7 +153,7 @@ class Operator:
             if self._advise is None:
                 raise
             advice = self._advise(self.name, str(error), signature(self.run).bind(*args).arguments)
-            clear_frames(error.__traceback__)  # which would keep buffers for as long as the error lives
+            clear_frames(error.__traceback__)  # whose frames would keep buffers alive with the error
         finally:
             if is_recorded:
                 torch._C._set_grad_enabled(True)
@@ -168,9 +169,9 @@ class Operator:
         return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
 
     def _compile_backward(self, args: Args, output: Any) -> None:
-        """Where launches only compile, let the backward compile its kernels beside the forward's."""
+        """While launches only compile, run the backward, so that its kernels compile together with the forward's."""
         assert self.save is not None, "nothing else is recorded"
-        with suppress(Exception):  # memory that is missing, or a refusal: the backward's to raise, if it is ever called
+        with suppress(Exception):  # the backward itself raises, if it is called: out of memory, or a refusal
             ctx = _Unrecorded(args)
             self.save(ctx, args, output)
             outputs = output if isinstance(output, tuple) else (output,)
@@ -184,7 +185,7 @@ class Operator:
         return _without_none(self._fake(*self._arguments.unflatten(flat)), flat[0])
 
     def _refuse_tangents(self, operands: Args) -> None:
-        """RuntimeError inside forward-mode differentiation, where an operator would drop the tangents in silence."""
+        """RuntimeError if an operand has a forward-mode tangent, which the operator would silently drop."""
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeError(
@@ -194,7 +195,7 @@ class Operator:
 
 
 class _Unrecorded:
-    """Autograd's context of a call that autograd does not know."""
+    """A stand-in for autograd's context, for a call that autograd does not record."""
 
     next_functions = ((None, 0),)
 
@@ -213,7 +214,7 @@ class _Unrecorded:
 
 
 class EagerFunction(torch.autograd.Function):
-    """What autograd records of an operator that has run: applied to its arguments, and to it with what it returned."""
+    """The node that autograd records for an operator that has run. Arguments: its own, then (operator, output)."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
@@ -227,9 +228,9 @@ class EagerFunction(torch.autograd.Function):
 
 
 def refuse_transforms(name: str, *args: Any) -> None:
-    """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it.
+    """RuntimeError if an argument is a wrapper tensor of torch.vmap or torch.func, which kernels cannot read.
 
-    Functions call it before autograd's fail in other words. Nothing is looked at while torch.compile traces.
+    Autograd functions call it first, since their own error would be less clear. No check while torch.compile traces.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
@@ -241,9 +242,9 @@ def refuse_transforms(name: str, *args: Any) -> None:
 
 
 def is_replayable(first: Tensor) -> bool:
-    """Whether launches for this operand start on the current device, and no dispatch mode sees their allocations.
+    """Whether launches for this operand may be replayed: it is on the current GPU, and no dispatch mode is active.
 
-    Not on AMD's GPUs, whose kernels also depend on the size of the memory that a tensor is part of.
+    Never on AMD's GPUs, whose kernels also depend on the size of a tensor's storage.
     """
     return (
         first.is_cuda
@@ -255,37 +256,37 @@ def is_replayable(first: Tensor) -> bool:
 
 
 def is_differentiable(*args: Any) -> bool:
-    """Whether autograd would record an operator of ``args``."""
+    """Whether autograd would record an operator with these arguments."""
     if torch.is_grad_enabled():
-        for arg in args:  # a generator takes twice the time
+        for arg in args:  # any() with a generator takes twice the time
             if isinstance(arg, Tensor) and arg.requires_grad:
                 return True
     return False
 
 
 def is_plain(*args: Any) -> bool:
-    """Whether operators of ``args`` would run their implementation alone, or with autograd: no tracer, no mode."""
+    """Whether operators would run their implementation directly for ``args``: no transform, tracer or mode is on."""
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     return not is_transformed and _is_unwatched(args)
 
 
 def _is_unwatched(operands: Args) -> bool:
-    """Whether an operator would go unseen: its tensors are plain and have data, no tracer, mode or profiler is on."""
+    """Whether nothing observes an operator: its tensors are plain and have data; no tracer, mode or profiler is on."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
+        or torch._C._is_tracing()  # torch.jit's and ONNX's tracers do not see Triton's kernels
         or torch._C._len_torch_dispatch_stack() != 0
         or torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
     ):
         return False
-    for operand in operands:  # PyTorch negates a negated view
+    for operand in operands:  # a lazily negated view (is_neg) needs PyTorch's dispatch
         if isinstance(operand, Tensor) and (type(operand) not in PLAIN or operand.is_meta or operand.is_neg()):
             return False
     return True
 
 
 def _without_none(output: Any, like: Tensor) -> Any:
-    """``output``, with a tensor without elements for None: a schema's Tensor cannot be None."""
+    """``output`` with an empty tensor in place of each None, since a schema's Tensor cannot be None."""
     if not isinstance(output, tuple):
         return output
     return tuple([like.new_empty(0) if each is None else each for each in output])

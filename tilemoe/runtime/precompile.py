@@ -1,10 +1,10 @@
-"""Compiles the kernels that a call lacks in parallel, by threads, before any of them is launched: a layer's first
-forward and backward then take 8 s in place of 21 (H200, results/cold.jsonl).
+"""Compiles a call's missing kernels in parallel threads, before any of them is launched: a layer's first forward and
+backward then take 8 s instead of 21 (H200, results/cold.jsonl).
 
-A GEMM takes Triton's compiler up to 3 s, and a layer has eight. Triton compiles in parallel what is launched inside its
-AsyncCompileMode, but gives no values there. So in the first call of an operator for a layout, the first launch whose
-kernel is not compiled and all that follow are withheld: they only compile. What such a call returns has no values, and
-the operator runs again.
+Triton takes up to 3 s to compile a GEMM, and a layer has eight. Inside AsyncCompileMode Triton compiles launches in
+parallel, but does not run them. So in an operator's first call for a layout, the first launch whose kernel is not
+compiled and all later ones are withheld: they only compile. Such a call returns tensors without values, and the
+operator runs again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _active: ContextVar[Precompile | None] = ContextVar("tilemoe_precompile", defaul
 
 
 class WithheldError(Exception):
-    """The values of something are wanted that was not launched."""
+    """Values are needed whose launch was withheld."""
 
 
 class Precompile:
-    """Of one call of an operator on ``device``; left when all that it began to compile is compiled and loaded."""
+    """A context for one call of an operator on ``device``. It exits when all kernels are compiled and loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self.withheld = False
         self._device = device
         self._compiling = ExitStack()
-        self._triton = copy_context()  # where Triton's mode is active: one that Ctrl-C leaves half closed stays there
+        self._triton = copy_context()  # Triton's mode is active only in this copy, even if Ctrl-C leaves it half closed
 
     def __enter__(self) -> Precompile:
         self._token: Token[Precompile | None] = _active.set(self)
@@ -45,49 +45,49 @@ class Precompile:
         return kind is WithheldError  # the operator runs again
 
     def keep(self, results: Any) -> None:
-        """There is nothing to keep of a call that launched what it launched."""
+        """Nothing: unlike `LaunchTracer`, this stores no recording."""
 
     def withholds(self, launch: Any, is_compiled: bool) -> bool:
-        """Whether ``launch``, a `Launch`, is not to be: the first whose kernel is not compiled, or a later one."""
+        """Whether ``launch``, a `Launch`, is withheld: it, or one before it, has a kernel that is not compiled."""
         if is_compiled:
             return self.withheld
         if not self.withheld:
             self.withheld = True
             self._triton.run(self._begin)
-        # What is wrong is the launch's to raise. CPython before 3.11.9 and 3.12.3 may refuse to parse beside a thread.
+        # Errors are left to the real launch. CPython before 3.11.9 and 3.12.3 may fail to parse beside another thread.
         with suppress(Exception):
             given = {**launch.args, **launch.constants, **launch.options}
             self._triton.run(launch.kernel.warmup, grid=launch.grid, **given)
         return True
 
     def _begin(self) -> None:
-        from triton import AsyncCompileMode  # not on every machine
+        from triton import AsyncCompileMode  # here, because Triton is not on every machine
 
-        # Triton's code generator sets and resets Python's filters of warnings, which threads share.
+        # Triton's code generator sets and resets Python's warning filters, which threads share.
         self._compiling.enter_context(catch_warnings())
         threads = self._compiling.enter_context(_Loading(self._device))
         self._compiling.enter_context(AsyncCompileMode(threads, ignore_errors=True))
 
 
 def require_values() -> None:
-    """Between a launch and what reads its results as indices, or on the host: leave a call that launches nothing."""
+    """Leave the call if its launches are withheld. Call this before reading results on the host or as indices."""
     if withholds_values():
         raise WithheldError
 
 
 def withholds_values() -> bool:
-    """Whether what this call launches now is not: nothing that it makes has values."""
+    """Whether this call's launches are withheld at present, so that its new tensors have no values."""
     precompile = active()
     return precompile is not None and precompile.withheld
 
 
 def active() -> Precompile | None:
-    """The one that this thread's launches belong to."""
+    """The `Precompile` that this thread's launches belong to, if any."""
     return _active.get()
 
 
 class _Loading(ThreadPoolExecutor):
-    """Runs compilations, each followed by what else comes before a launch: the launcher's C, and the way to the GPU."""
+    """Compiles kernels in threads, and also compiles each kernel's C launcher and loads the kernel on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         threads = min(os.cpu_count() or 1, _MAX_THREADS)

@@ -1,8 +1,8 @@
-"""Initial weights from a counter-based generator: an element's value depends on a key and its index alone.
+"""Initial weights from a counter-based generator: an element's value depends only on a key and the element's index.
 
-So they are the same to the bit on any device and in any sharding, and each process draws its own part. Only integers
-and separately rounded fp32 products and sums are used. PyTorch's own generators give other numbers on a GPU than on a
-CPU, and DTensor's other ones on each mesh, of CPUs the same rows in every process.
+So weights have the same bits on any device and in any sharding, and each process draws only its shard. The generator
+uses only integers and separately rounded fp32 products and sums. PyTorch's own generators give different numbers on a
+GPU and on a CPU; DTensor's differ from mesh to mesh, and on CPUs give every process the same rows.
 
 R rows, all dimensions but the last · C columns
 """
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_CELLS = 1 << 16  # of equal probability, in which the normal distribution's quantiles are interpolated
-_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24  # elements drawn at once; a CPU's: what a core's cache holds
+_CELLS = 1 << 16  # cells of equal probability; the normal distribution's quantiles are interpolated in each
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24  # elements drawn at once; on a CPU they fit in a core's cache
 
 
 def normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
     """Fill ``weight`` (..., C), a tensor or a DTensor of any device and float dtype, from normal(0, std).
 
-    The key is drawn from ``generator`` (None: the CPU's default one), which may be on another device. A value is one of
+    The key is drawn from ``generator`` (None: the CPU's default), which may be on another device. A value is one of
     2^32 quantiles, at most 4.7 std, computed in fp32 and rounded once to the weight's dtype.
     """
 
@@ -39,13 +39,13 @@ def normal_(weight: Tensor, std: float, generator: torch.Generator | None = None
 
 
 def uniform_(weight: Tensor, bound: float, generator: torch.Generator | None = None) -> None:
-    """As `normal_`, uniform within ±bound."""
+    """Fill ``weight`` as `normal_` does, from the uniform distribution within ±bound."""
     _fill(weight, lambda bits: bits.float().mul_(bound * 2.0**-31), generator)
 
 
 @torch.no_grad()
 def _fill(weight: Tensor, value: Callable[[Tensor], Tensor], generator: torch.Generator | None) -> None:
-    """``value``: of 32 random bits (r, C) int32 in fp32."""
+    """Fill ``weight`` with ``value(bits)``, which maps 32 random bits (r, C) int32 to fp32."""
     local, starts = local_part(weight)
     if isinstance(local, FakeTensor):
         return
@@ -72,10 +72,10 @@ def _fill(weight: Tensor, value: Callable[[Tensor], Tensor], generator: torch.Ge
 
 
 def local_part(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This process' part of ``weight``, and where it begins in each dimension of the whole."""
+    """(this process's shard of ``weight``, where the shard begins in each dimension of the whole)."""
     if not hasattr(weight, "to_local"):
         return weight, (0,) * weight.ndim
-    from torch.distributed.tensor import DTensor  # takes most of a second
+    from torch.distributed.tensor import DTensor  # the import takes most of a second
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(weight, DTensor), type(weight)
@@ -84,13 +84,13 @@ def local_part(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This process' part of ``tensor``, sharing its memory."""
+    """This process's shard of ``tensor``, sharing its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def shared_as(whole: Tensor, local: Tensor, *shape: int) -> Tensor:
-    """A tensor of ``shape``, ``whole``'s if none is given, of which ``local`` is this process' part, as of ``whole``:
-    the inverse of `local_part`.
+    """The inverse of `local_part`: a tensor sharded like ``whole``, with ``local`` as this process's shard. shape: its
+    shape, by default ``whole``'s.
     """
     if not hasattr(whole, "to_local"):
         return local
@@ -102,8 +102,8 @@ def shared_as(whole: Tensor, local: Tensor, *shape: int) -> Tensor:
 
 
 def _mix32(z: Tensor, key: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser (Appleby, public domain) of z (r, C), in place, with a key (r, 1) in its midst."""
-    z ^= (z >> 16) & 0xFFFF  # PyTorch's shift keeps the sign
+    """MurmurHash3's 32-bit finaliser (Appleby, public domain) of z (r, C), in place, with a key (r, 1) inside."""
+    z ^= (z >> 16) & 0xFFFF  # PyTorch's right shift is arithmetic
     z *= _signed(0x85EBCA6B, 32)
     z ^= key
     z ^= (z >> 13) & 0x7FFFF
@@ -128,11 +128,11 @@ def _signed(value: int, bits: int) -> int:
 
 @lru_cache
 def _quantiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each cell, the least value and the difference to the next cell's over 2^16; fp32 (2^16) each."""
+    """For each cell, the least value, and its difference to the next cell's divided by 2^16; fp32 (2^16) each."""
     normal, share = NormalDist(), 1 / _CELLS
     upper = [normal.inv_cdf(0.5 + cell * share) for cell in range(_CELLS // 2)]
     last = upper[-1]
-    upper.append(2 * normal.pdf(last) / share - last)  # so that the last cell's mean is that of the tail
+    upper.append(2 * normal.pdf(last) / share - last)  # makes the last cell's mean equal to the tail's
     knots = torch.tensor([-each for each in upper[:0:-1]] + upper, dtype=torch.float64)
     low, slope = knots[:-1].float(), (knots.diff() / (1 << 16)).float()
     return low.to(device), slope.to(device)

@@ -1,6 +1,6 @@
-"""What the package takes for a tensor, a device and a dtype of parameters: `ValueError` names what is none.
+"""Checks of tensors, devices and dtypes that users pass; a `ValueError` names the argument that is wrong.
 
-Nothing of a tensor's values is read; a check is a few attributes, a fraction of a microsecond each.
+No check reads a tensor's values; it reads a few attributes, each in a fraction of a microsecond.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
-    """ValueError that names what is no tensor, or whose elements are not in memory by strides; ``optional``: or None.
+    """ValueError that names an argument which is not a tensor, or not a strided one. Those in ``optional`` may be None.
 
-    Sparse and nested tensors, DTensors and those whose memory was freed are refused. Those without values (fake, meta)
-    and other subclasses pass.
+    Sparse and nested tensors, DTensors and tensors whose memory was freed are refused. Tensors without values (fake,
+    meta) and other subclasses pass.
     """
-    # Kernels, and some of PyTorch's own, would read at address 0. What torch.func wraps has no address.
+    # Kernels, and some of PyTorch's own, would read at address 0. A tensor wrapped by torch.func has no address.
     has_address = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
     for group, may_be_none in ((tensors, False), (optional or {}, True)):
         for name, value in group.items():
@@ -35,17 +35,17 @@ def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] | No
 
 
 def require_tensor(name: str, value: Any) -> None:
-    """`require_tensors` of one."""
+    """`require_tensors` for one tensor."""
     require_tensors({name: value})
 
 
 def as_mask(mask: Tensor) -> Tensor:
-    """``mask`` as bool if it holds integers, 0 for padding, as transformers' attention_mask; any other as it is."""
+    """``mask`` as bool if it holds integers, 0 for padding, like transformers' attention_mask; else unchanged."""
     return mask != 0 if mask.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64) else mask
 
 
 def require_generator(generator: Any) -> None:
-    """ValueError unless it is a torch.Generator, on whatever device, or None."""
+    """ValueError unless ``generator`` is a torch.Generator, on any device, or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(
             f"generator must be a torch.Generator or None, got {type(generator).__name__}; make it with "
@@ -54,7 +54,7 @@ def require_generator(generator: Any) -> None:
 
 
 def require_factory(device: Any, dtype: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    """ValueError unless parameters can be made on ``device`` in ``dtype``, one of ``dtypes``; each may be None."""
+    """ValueError unless parameters can be made on ``device`` in ``dtype``, one of ``dtypes``; both may be None."""
     if device is not None:
         device_named(device)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in dtypes):
@@ -63,7 +63,7 @@ def require_factory(device: Any, dtype: Any, dtypes: tuple[torch.dtype, ...]) ->
 
 
 def device_named(device: Any, name: str = "device") -> torch.device:
-    """ValueError that says ``name`` unless it is a device, or what PyTorch knows one by."""
+    """The torch.device for a device or PyTorch's name of one. ValueError: anything else; the message says ``name``."""
     if isinstance(device, (str, int, torch.device)) and not isinstance(device, bool):
         with suppress(RuntimeError, ValueError):
             return torch.device(device)
@@ -82,14 +82,14 @@ def _require_dense(name: str, value: Any) -> None:
 
 
 def largest_magnitude(t: Tensor) -> Tensor:
-    """The largest absolute value, a NaN where there is one, of a tensor that is not empty.
+    """The largest absolute value of a tensor that is not empty, or NaN if it has one.
 
-    A core reads 6 GB/s so, 1 GB/s for the infinity norm.
+    A CPU core reads 6 GB/s this way, and 1 GB/s with the infinity norm.
     """
     least, most = t.aminmax()
     return torch.maximum(-least, most)
 
 
 def is_finite(t: Tensor) -> bool:
-    """Whether floats have no NaN and no infinity; it waits for the device."""
+    """Whether a float tensor has no NaN and no infinity; waits for the device."""
     return t.numel() == 0 or bool(largest_magnitude(t).isfinite())

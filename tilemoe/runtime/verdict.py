@@ -1,6 +1,6 @@
-"""A verdict on code that may hang, crash or be wrong: a command tries it once on each host, and the result is kept.
+"""A verdict on code that may hang, crash or be wrong: a command tries the code once on each host; the result is kept.
 
-The command's last line of output is a `Verdict` as JSON. Whatever it does, nothing that it started is left.
+The command's last line of output is a `Verdict` as JSON. Whatever it does, its process group is killed at the end.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from tilemoe.checks import parse_json
 from tilemoe.files import default_cache_dir, only_one_process, read_text, write_atomic
 
-_REAP_SECONDS = 10.0  # for a killed process to end: one that waits for a GPU that hangs may take long
+_REAP_SECONDS = 10.0  # how long to wait for a killed process; one that waits for a hanging GPU may take long
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``why``: what is wrong, in a line, or None. ``is_kept``: whether the next process gets it without a new trial.
+    """``why``: what is wrong, in one line, or None. ``is_kept``: whether later processes use it without a new trial.
 
     A failure that says nothing about the code, such as too little memory, is not kept.
     """
@@ -43,11 +43,10 @@ def verdict_of(
     hindrance: str | None = None,
     again: bool = False,
 ) -> Verdict:
-    """The verdict of ``command``, which has so many ``seconds``; or the one that an earlier run on this host gave.
+    """The verdict of ``command``, which has ``seconds`` to run; or the verdict that an earlier run on this host gave.
 
-    It is kept in the cache folder by ``name`` and ``key``; ``again``: it is made anew. Of several processes the first
-    runs the command and the others wait for it, at most twice its seconds. ``hindrance``: why the command cannot be
-    run, in a line.
+    It is kept in the cache folder under ``name`` and ``key``; ``again`` runs the command anyway. Of several processes
+    the first runs it; the others wait at most twice its seconds. ``hindrance``: why it cannot be run, in a line.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = default_cache_dir() / "verdicts" / f"{name}-{digest}.json"
@@ -71,13 +70,13 @@ def verdict_of(
 
 
 def _kept(path: Path) -> Verdict | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or a damaged one, which will be replaced
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one, which will be replaced
         return _verdict(read_text(path))
     return None
 
 
 def _verdict(text: str) -> Verdict:
-    """ValueError, KeyError or TypeError: the text is no verdict's JSON."""
+    """The verdict in ``text``. ValueError, KeyError or TypeError: the text is not a verdict's JSON."""
     fields = parse_json(text)
     why, is_kept = fields["why"], fields["is_kept"]
     if not isinstance(why, str | None) or not isinstance(is_kept, bool):
@@ -86,7 +85,7 @@ def _verdict(text: str) -> Verdict:
 
 
 def _tried(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> Verdict:
-    """Run the command in a session of its own, which is killed when it has ended, when its time is up, or by Ctrl-C."""
+    """Run the command in its own session, which is killed when the command ends, at the time limit, or on Ctrl-C."""
     start, out, err = time.perf_counter(), "", ""
     process = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""A cache of what is made of weights, such as quantised operands, where version counters do not show their changes."""
+"""A cache for tensors derived from weights, such as quantised operands, when version counters miss weight updates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_SPANS: list[WeakTensorKeyDictionary] = []  # of the process: the threads of its backward are in them, too
+_SPANS: list[WeakTensorKeyDictionary] = []  # per process, since its backward runs in other threads
 
 
 @contextmanager
 def promise_unchanged_weights() -> Iterator[None]:
-    """The caller promises that no weight's values change inside the block; what is made of them is kept until its end.
+    """The caller promises that no weight's values change inside the block; derived tensors are cached until its end.
 
-    FSDP's gathers write to weights without advancing their version counters. Between two steps of the optimiser they
-    write the same values.
+    FSDP's all-gather writes to weights without advancing their version counters. Between two optimiser steps it writes
+    the same values.
     """
     _SPANS.append(WeakTensorKeyDictionary())
     try:
@@ -25,5 +25,5 @@ def promise_unchanged_weights() -> Iterator[None]:
 
 
 def cache_of_unchanged_weights() -> WeakTensorKeyDictionary | None:
-    """By weight; None outside of `promise_unchanged_weights`."""
+    """The cache of the innermost `promise_unchanged_weights`, by weight; None outside of one."""
     return _SPANS[-1] if _SPANS else None

@@ -3,11 +3,11 @@
 T tokens of this process · W processes (ranks) · E experts, e = E / W of them on each rank · P pairs · d model width
 M tokens received · Q pairs received
 
-A token is sent once to each rank that has experts of it (a copy), beside one pair for each of these experts. Copies and
-pairs are sorted by the rank that they go to or come from, this one included; within a rank by token, and a token's
-pairs in the plan's order. A pair is a few int32 words: the bits of its score, one word if fp32, two if fp64, then its
-place, ``slot * e + expert``: slot is its token's index among the copies for that rank, expert the expert's index on
-that rank.
+A token is sent once, as a copy, to each rank that has some of its experts, together with one pair for each of these
+experts. Copies and pairs are sorted by destination or source rank, including this rank; within a rank by token; and a
+token's pairs in the plan's order. A pair is a few int32 words: the bits of its score, one word if fp32 and two if fp64,
+then its place, ``slot * e + expert``. slot is its token's index among the copies for that rank, expert the expert's
+index on that rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilemoe.plan import experts_of_rows
 
 
 class Routed(NamedTuple):
-    """A plan's tensors, as in `RoutingPlan`, of T tokens over the experts of all ranks."""
+    """The tensors of a `RoutingPlan` of T tokens over the experts of all ranks."""
 
     row_of_pair: Tensor
     pair_of_row: Tensor
@@ -39,8 +39,8 @@ class Routed(NamedTuple):
 def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
     """Writes sizes (W, 2) int32, the numbers of tokens and pairs for each rank.
 
-    Returns, for `place_sent`, the pairs of each token for each rank (T, W) int64 (each implementation has its own
-    form).
+    Returns what `place_sent` needs: here each token's number of pairs for each rank, (T, W) int64. Another
+    implementation may return another form.
     """
     _, rank = _experts_and_ranks(routed)
     pairs = torch.zeros(routed.num_tokens * (routed.ranks + 1), dtype=torch.int64, device=rank.device)
@@ -57,8 +57,8 @@ def place_sent(
 
     token_of_copy (W T,) int32 · words (P, 2), or (P, 3) for fp64, int32, the pairs' words
 
-    and returns copy_of_token (T W,) int32, token-major, -1 where a token does not go to a rank, and position_of_pair
-    (P,) int32, the position of its score. Values past the numbers in ``sizes`` are unspecified.
+    and returns copy_of_token (T W,) int32, token-major, -1 if a token does not go to a rank, and position_of_pair
+    (P,) int32, the position of each pair's score. Values past the numbers in ``sizes`` are unspecified.
     """
     ranks, e = routed.ranks, routed.experts_per_rank
     expert, rank = _experts_and_ranks(routed)
@@ -66,7 +66,7 @@ def place_sent(
     by_rank = sort_by_expert(to_rank.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
     token_of_copy.copy_(by_rank[0])
     copy_of_token, first_copy = by_rank[2], by_rank[3]
-    pair = sort_by_expert(rank[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
+    pair = sort_by_expert(rank[:, None], ranks)[1].long()  # sorted by rank; arbitrary past the last pair
     to = rank[pair].clamp(max=ranks - 1)
     slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[to]
     row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
@@ -79,11 +79,11 @@ def place_sent(
 def plan_received(
     words: Tensor, came: Tensor, experts: int, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The plan of the received pairs, whose words (Q, 2 or 3) came from the ranks in the numbers of ``came`` (W, 2):
+    """The plan of the received pairs. words: (Q, 2 or 3). came (W, 2): the numbers of tokens and pairs from each rank.
 
-    token_of_row, pair_of_row, row_of_pair, pair_start_of_token (M + 1), row_start_of_expert, rows_per_expert, all
-    int32, as `plan_pairs` would compute them, but without sorting by token; and the scores (Q,). experts: how many this
-    rank has. num_tokens: M.
+    Returns token_of_row, pair_of_row, row_of_pair, pair_start_of_token (M + 1), row_start_of_expert, rows_per_expert,
+    all int32 and equal to `plan_pairs`'s, but without sorting by token; and the scores (Q,). experts: the number of
+    experts on this rank. num_tokens: M.
     """
     place, by_rank = words[:, -1], came.long()
     first_token = by_rank[:, 0].cumsum(0) - by_rank[:, 0]
@@ -99,7 +99,7 @@ def plan_received(
 
 
 def _token_of_pair(routed: Routed) -> Tensor:
-    """The token of each pair (P,) int64; of a pair that belongs to no token, any."""
+    """The token of each pair (P,) int64; arbitrary for a pair that belongs to no token."""
     pairs, tokens, start = routed.row_of_pair.shape[0], routed.num_tokens, routed.pair_start_of_token
     pair = torch.arange(pairs, device=routed.row_of_pair.device)
     if start is None:
@@ -108,7 +108,7 @@ def _token_of_pair(routed: Routed) -> Tensor:
 
 
 def _experts_and_ranks(routed: Routed) -> tuple[Tensor, Tensor]:
-    """(expert, rank) of each pair (P,) int64, in the plan's order; E and W for one that has no row."""
+    """(expert, rank) of each pair (P,) int64, in the plan's order; E and W for a pair without a row."""
     row, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
     expert = experts_of_rows(routed.row_start_of_expert, row)
     has_none = row < 0

@@ -1,12 +1,11 @@
 """Send and receive buffers of expert parallelism's dispatch all-to-all, on a GPU, without host sync.
 
-The results are documented in `tilemoe.kernels.expert_parallel.torch`; here they take seven small kernels, where PyTorch
-takes some seventy.
+`tilemoe.kernels.expert_parallel.torch` documents the results. Here they take seven kernels; PyTorch takes some seventy.
 
 T tokens · W ranks · E experts, e = E / W of them on each rank · P pairs sent · Q pairs received · B blocks
 
-Counting sorts without atomics, as in `tilemoe.kernels.plan.triton`: counts of each block, scan over the blocks, stable
-placement. Sending: `count_sent_kernel`, `block_start_kernel`, `place_sent_kernel`. Receiving:
+They are counting sorts without atomics, as in `tilemoe.kernels.plan.triton`: count each block, scan over the blocks,
+place stably. Sending: `count_sent_kernel`, `block_start_kernel`, `place_sent_kernel`. Receiving:
 `count_received_kernel`, `block_start_kernel`, `row_start_kernel`, `place_received_kernel`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,13 +29,13 @@ from tilemoe.kernels.plan.triton import (
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, int32_vectors, launch_of, power_of_two
 
-MAX_RANKS = 64  # counts of all of a token's destinations are kept in registers
+MAX_RANKS = 64  # the counts for all of a token's destinations are kept in registers
 _TOKENS = 64  # most tokens of a block that is sent
 _DESTINATIONS = 1024  # most tokens times ranks of a block
 
 
 def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: int) -> str | None:
-    """Why these kernels cannot serve these sizes; None if they can."""
+    """Why these kernels do not support these sizes; None if they do."""
     if num_tokens == 0 or not 0 < num_pairs <= MAX_PAIRS or num_tokens * ranks > MAX_PAIRS:
         return f"tokens times ranks, or pairs, are not in [1, {MAX_PAIRS}]"
     if num_experts > MAX_EXPERTS or ranks > MAX_RANKS:
@@ -45,8 +44,8 @@ def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: in
 
 
 def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
-    """As `tilemoe.kernels.expert_parallel.torch.count_sent`, but returns (B, 2 W): copies and pairs for each rank in
-    the blocks of tokens before each.
+    """`tilemoe.kernels.expert_parallel.torch.count_sent` that returns (B, 2 W): for each block of tokens, the copies
+    and pairs for each rank in the blocks before it.
     """
     like, ranks = routed.row_of_pair, routed.ranks
     device_of(like)
@@ -63,7 +62,7 @@ def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
 def place_sent(
     scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
 ) -> tuple[Tensor, Tensor]:
-    """As `tilemoe.kernels.expert_parallel.torch.place_sent`, with this file's `count_sent`."""
+    """`tilemoe.kernels.expert_parallel.torch.place_sent` for the results of this file's `count_sent`."""
     device_of(scores)
     like, ranks, pairs = routed.row_of_pair, routed.ranks, routed.row_of_pair.shape[0]
     tokens, score_words = _tokens_of_block(ranks), scores.element_size() // 4
@@ -77,7 +76,7 @@ def place_sent(
 
 
 def plan_received(words: Tensor, came: Tensor, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
-    """As `tilemoe.kernels.expert_parallel.torch.plan_received`, for at least one pair."""
+    """`tilemoe.kernels.expert_parallel.torch.plan_received` for at least one pair."""
     device_of(words)
     pairs, score_words, block = words.shape[0], words.shape[1] - 1, pairs_of_block(experts)
     blocks = ceil_div(pairs, block)
@@ -89,7 +88,7 @@ def plan_received(words: Tensor, came: Tensor, experts: int, num_tokens: int) ->
 
 
 def write_plan(words: Tensor, counts: Tensor, came: Tensor, experts: int, arrays: list[Tensor]) -> tuple[Tensor, ...]:
-    """`plan_received`, whose first four results are written to ``arrays``; counts: `count_received_kernel`'s."""
+    """`plan_received` that writes its first four results to ``arrays``; counts: from `count_received_kernel`."""
     pairs, score_words, block = words.shape[0], words.shape[1] - 1, pairs_of_block(experts)
     blocks = counts.shape[0] // experts
     block_start, error_bits = int32_vectors(words, blocks * experts, 1)
@@ -123,8 +122,8 @@ def destinations_of_block(
     row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank,
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """(ranks, this CTA's tokens, their first pairs and numbers of pairs, the ranks' first and end rows, and the
-    number of each token's pairs for each rank (BLOCK, BLOCK_W)).
+    """(ranks, this CTA's tokens, their first pairs and numbers of pairs, the ranks' first and end rows, and each
+    token's number of pairs for each rank (BLOCK, BLOCK_W)).
     """
     rank = tl.arange(0, BLOCK_W)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -136,7 +135,7 @@ def destinations_of_block(
         first = tl.load(pair_start_of_token + token, mask=inside, other=0)
         count = tl.load(pair_start_of_token + token + 1, mask=inside, other=0) - first
     first_row = row_start_of_expert + rank * experts_per_rank
-    start = tl.load(first_row, mask=rank < RANKS, other=2147483647)[None, :]  # no row is past the last rank's
+    start = tl.load(first_row, mask=rank < RANKS, other=2147483647)[None, :]  # no row is past the last rank's rows
     end = tl.load(first_row + experts_per_rank, mask=rank < RANKS, other=0)[None, :]
     pairs = tl.zeros((BLOCK, BLOCK_W), dtype=tl.int32)
     for i in range(tl.max(count, axis=0)):
@@ -150,7 +149,7 @@ def count_sent_kernel(
     row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, counts,
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts (B, W, 2): for each block of tokens and each rank, the tokens that go there, and their pairs."""
+    """Write counts (B, W, 2): for each block of tokens and each rank, the tokens that go there, and their pairs."""
     rank, _token, _first, _count, _start, _end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
         BLOCK, BLOCK_W,
@@ -174,7 +173,7 @@ def place_sent_kernel(
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
     SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All outputs of `place_sent`. STEPS: bisections that find a row's expert among those of a rank."""
+    """Write all outputs of `place_sent`. STEPS: bisection steps to find a row's expert among a rank's experts."""
     rank, token, first, count, start, end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
         BLOCK, BLOCK_W,
@@ -196,7 +195,7 @@ def place_sent_kernel(
         is_used = row >= 0
         to = (row[:, None] >= start) & (row[:, None] < end)
         line = tl.sum(tl.where(to, place, 0), axis=1).to(tl.int64)
-        place += to.to(tl.int32)  # now that of the token's next pair for the rank
+        place += to.to(tl.int32)  # now the place of the token's next pair for the rank
         of_rank = tl.sum(tl.where(to, rank[None, :], 0), axis=1) * experts_per_rank
         low, high = of_rank, of_rank + experts_per_rank
         for _ in tl.static_range(STEPS):
@@ -221,7 +220,7 @@ def place_sent_kernel(
 def count_received_kernel(
     words, num_pairs, experts, counts, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """counts (B, e): for each block of received pairs and each expert of this rank, the number of pairs."""
+    """Write counts (B, e): for each block of received pairs and each expert of this rank, the number of pairs."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs
     place = tl.load(words + pair.to(tl.int64) * (SCORE_WORDS + 1) + SCORE_WORDS, mask=inside, other=0)
@@ -232,7 +231,7 @@ def count_received_kernel(
 
 @triton.jit
 def first_token_of_source(came, pair, RANKS: tl.constexpr):
-    """Number of tokens that came from the ranks before the one that sent each pair; came (W, 2): what was received."""
+    """For each pair, the number of tokens from ranks before its source; came (W, 2): tokens and pairs by rank."""
     end = 0
     first = pair * 0
     for rank in range(RANKS):
@@ -247,8 +246,8 @@ def place_received_kernel(
     pair_start_of_token, scores,
     RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_of_row, pair_of_row, row_of_pair, scores, of which there are Q of ``max_pairs``; pair_start_of_token (M +
-    1).
+    """Write token_of_row, pair_of_row, row_of_pair and scores, Q entries of ``max_pairs`` each, and
+    pair_start_of_token (M + 1).
     """
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
@@ -263,11 +262,11 @@ def place_received_kernel(
     token = first_token_of_source(came, pair, RANKS) + place // experts
     last = tl.load(line - 1, mask=inside & (pair > 0), other=0)  # the place of the pair before
     last_token = first_token_of_source(came, pair - 1, RANKS) + last // experts
-    # Each token that was received has at least one pair.
+    # Each received token has at least one pair.
     tl.store(pair_start_of_token + token, pair, mask=inside & ((pair == 0) | (token != last_token)))
     tl.store(pair_start_of_token + token + 1, pair + 1, mask=pair == num_pairs - 1)
 
-    # As in `plan.triton`'s place_kernel: ranks each pair by comparing all pairs of the block.
+    # As in `plan.triton`'s place_kernel, each pair is ranked by comparing all pairs of the block.
     earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
     row = tl.load(row_start_of_expert + expert, mask=inside, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
     row += tl.load(block_start + block.to(tl.int64) * experts + expert, mask=inside, other=0)

@@ -1,25 +1,24 @@
-"""Exchanges between GPUs of one host through a window that each can read: no size is known to the host.
+"""Exchanges between GPUs of one host through windows that all of them can read; the host does not know any size.
 
 W ranks · T tokens of this rank · M tokens it receives, of at most M_max · P pairs of this rank · Q pairs it receives,
 of at most Q_max, its room in this layer · e experts of a rank · d width of a row
 
-An exchange: each rank puts rows into its own window (`put`), tells the others, and waits until all have put theirs.
-Then it pulls what it needs from their windows: tokens, to compute them (`pull_rows`), or a token's results from all
-ranks that had it, which are summed on the way (`pull_sums`). Two exchanges of T-row inputs and M-row results make a
-layer.
+In an exchange each rank puts rows into its own window (`put`), tells the others, and waits until all have put theirs.
+Then it pulls from the windows what it needs: tokens to compute (`pull_rows`), or a token's results from all ranks that
+computed it, which it sums (`pull_sums`). A layer is two exchanges, one of T input rows and one of M result rows.
 
-A window (`WindowLayout`) has a region for each kind of rows. ``state`` (int32) is this rank's alone: the number of the
-last exchange, a counter of CTAs, each region's last exchange, and what did not fit (`NEEDED_ROWS`, `NEEDED_TOKENS`) in
-which layer (`NEEDED_LAYER`). Each rank has a room of its own in each layer. It puts the number with its tokens, so all
-know whether the rows of all fit.
+A window (`WindowLayout`) has a region for each kind of rows. ``state`` (int32) is private to a rank: the number of the
+last exchange, a counter of CTAs, each region's last exchange, how much room was missing (`NEEDED_ROWS`,
+`NEEDED_TOKENS`), and in which layer (`NEEDED_LAYER`). Each rank has a room of its own in each layer. It puts its room
+with its tokens, so that all ranks know whether the rows of all ranks fit.
 
-Why nothing is overwritten too early. An exchange has a number, the same on all ranks. A rank says that it has *entered*
-exchange i by a kernel that on its stream comes after its pulls of all exchanges before i. Who puts into a region that
-exchange j used last waits until all ranks have entered one after j. Results need no copy if they are computed in their
-region after an exchange of tokens that came after j: all ranks have entered that one.
-Why every wait ends. A rank enters without waiting. It puts once the others have entered, and then sets *ready*; so each
-wait is for a kernel that itself waits, at most, for ranks to enter. One CTA waits at a time. The other multiprocessors
-stay free for other streams, for NCCL's kernels among them.
+Why nothing is overwritten too early: An exchange has a number, the same on all ranks. A rank signals that it has
+*entered* exchange i by a kernel that its stream runs after its pulls of all exchanges before i. To put into a region
+that exchange j used last, a rank waits until all ranks have entered an exchange after j. Results need no copy if they
+are computed in their region after an exchange of tokens later than j, since all ranks have entered that one.
+Why every wait ends: A rank enters without waiting. It puts once the others have entered, and then sets *ready*. So each
+wait is for a kernel that itself waits, at most, for ranks to enter. Only one CTA waits; the other SMs stay free for
+other streams, for example for NCCL's kernels.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -38,30 +37,29 @@ from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, int32_vectors, launch_of, power_of_two
 
 MAX_RANKS = 16
-# Indices of ``state``: the last exchange; CTAs that are done; the last exchange that used each region; what did not
-# fit.
+# Indices of ``state``: the last exchange; CTAs that are done; the last exchange that used each region; missing room.
 STATE = 8
 LAST, DONE, TOKENS, RESULTS = (tl.constexpr(index) for index in range(4))
 NEEDED_ROWS, NEEDED_TOKENS, NEEDED_LAYER = (tl.constexpr(index) for index in range(4, 7))
-# Rows of what `agree` writes, W int32 each, first for tokens and then for pairs: how many came from each rank, and the
-# first of them here; where those for this rank begin there; what to add to the index of a copy, or of a pair, that was
-# sent to a rank to find it there; and the first pair sent to it, and their number.
+# Rows of `agreed`, W int32 each. For tokens, then for pairs: how many come from each rank, and the index of the first
+# one here. For tokens and pairs: where those for this rank begin on each rank. For tokens and pairs: what to add to
+# the index of a copy or a pair sent to a rank to get its index there. The first pair sent to each rank; their number.
 AGREED = 10
 TOKENS_IN, FIRST_TOKEN_IN, PAIRS_IN, FIRST_PAIR_IN = (tl.constexpr(row) for row in range(4))
 TOKENS_THERE, PAIRS_THERE, TOKENS_HOME, PAIRS_HOME = (tl.constexpr(row) for row in range(4, 8))
 FIRST_PAIR_OUT, PAIRS_OUT = tl.constexpr(8), tl.constexpr(9)
 _FLAG_BYTES = 4
-FLAGS = tl.constexpr(MAX_RANKS)  # of a kind: which exchange each rank has entered, and which it has its rows ready for
-ROOM = tl.constexpr(2 * MAX_RANKS)  # after them: this rank's, in the last exchange of tokens
-HEADER_BYTES = (2 * MAX_RANKS + 1) * _FLAG_BYTES  # of a window
-_CTAS_PER_SM = 4  # of the kernels that move rows: remote reads take microseconds, and many must be in flight
+FLAGS = tl.constexpr(MAX_RANKS)  # flags of a kind: the exchange each rank has entered, then the one it is ready for
+ROOM = tl.constexpr(2 * MAX_RANKS)  # index after the flags: this rank's room in the last exchange of tokens
+HEADER_BYTES = (2 * MAX_RANKS + 1) * _FLAG_BYTES  # bytes of a window before its first region
+_CTAS_PER_SM = 4  # for kernels that move rows: remote reads take microseconds, and many must be in flight
 _ALIGNMENT = 128
 _BLOCK = 4096  # elements that a CTA moves at a time
 
 
 class Limits(NamedTuple):
-    """What a window has room for, the same on all ranks: T_max tokens and P_max pairs of a rank; capacity, the most
-    pairs that any receives in any layer; score_words int32 of the widest score; row_bytes of the widest token.
+    """The limits of a window, the same on all ranks: tokens T_max and pairs P_max of a rank; capacity, the most pairs
+    that any rank receives in any layer; score_words, int32 words of the widest score; row_bytes of the widest token.
     """
 
     tokens: int
@@ -72,11 +70,11 @@ class Limits(NamedTuple):
 
 
 class WindowLayout(NamedTuple):
-    """Where the regions of a window begin, in bytes; every rank's is the same.
+    """Where the regions of a window begin, in bytes; the same on every rank.
 
     sizes: 2 W + 2 int32, tokens and pairs for each rank, T and P · copies: W T_max int32, `place_sent`'s token_of_copy
-    · words: P_max words of pairs · tokens: rows of T_max tokens · scores: gradients of ``capacity`` scores · results:
-    rows of the most tokens
+    · words: the words of P_max pairs · tokens: rows of T_max tokens · scores: gradients of ``capacity`` scores ·
+    results: rows of the most tokens that a rank can receive
     """
 
     sizes: int
@@ -89,7 +87,7 @@ class WindowLayout(NamedTuple):
 
 
 def layout_of(limits: Limits, ranks: int) -> WindowLayout:
-    """The least layout for these limits."""
+    """The smallest layout for these limits."""
     lengths = (
         HEADER_BYTES,
         _FLAG_BYTES * (2 * ranks + 2),
@@ -103,13 +101,13 @@ def layout_of(limits: Limits, ranks: int) -> WindowLayout:
 
 
 def most_received(limits: Limits, ranks: int, room: int) -> int:
-    """M_max of ``room``, Q_max: a rank receives each token once, and none without a pair."""
+    """M_max for a ``room`` of Q_max pairs: a rank receives each token at most once, and only with a pair."""
     return min(ranks * limits.tokens, room)
 
 
 class Window(NamedTuple):
-    """A window as kernels see it. addresses (W) int64: each rank's, in this process · state (`STATE`) int32 · alarm (2)
-    int32, in memory of the host that the GPU writes: what did not fit, as in ``state``.
+    """A window as kernels see it. addresses (W) int64: of each rank's window, in this process · state (`STATE`) int32 ·
+    alarm (2) int32: the missing room as in ``state``, in host memory that the GPU writes.
     """
 
     addresses: Tensor
@@ -132,11 +130,11 @@ def put(
     counts: Tensor | None = None,
     room: int = 0,
 ) -> None:
-    """Put rows, and more, into a region; returns once all ranks have, as far as later kernels of the stream know.
+    """Launch kernels that put rows, and ``more``, into a region; the stream's later kernels run once all ranks have.
 
-    TOKENS: rows (T, d) and, with the first exchange of a layer, the bytes from ``layout.sizes`` to its tokens, as
-    int32, and the room. RESULTS: of rows (M_max, d) and scores (Q_max) as many as `agree`'s counts say; rows None: they
-    were computed there, once no rank read those before them.
+    TOKENS: rows (T, d); in a layer's first exchange also the bytes from ``layout.sizes`` to ``layout.tokens``, as
+    int32, and the room. RESULTS: as many of the rows (M_max, d) and scores (Q_max) as `agree`'s counts say. rows None:
+    they were computed in the region, after no rank read its old rows.
     """
     device, layout = device_of(window.state), window.layout
     at = (layout.tokens, layout.sizes) if region is TOKENS else (layout.results, layout.scores)
@@ -155,10 +153,9 @@ def put(
 def agree(window: Window, layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """After the put of a layer's first exchange: (agreed (10, W), counts (4,), came (W, 2)), int32.
 
-    counts: M, Q, whether this exchange fails, and how many ranks have more tokens or pairs than the window has room
-    for, of which they then sent none. It fails for that, or if some rank would receive more pairs than it put as its
-    room; then M and Q are 0, and ``state`` keeps the numbers needed and layer (1,). came: tokens and pairs from each
-    rank.
+    counts: M, Q, whether this exchange fails, and how many ranks have more tokens or pairs than the window has room for
+    (these send none). The exchange fails if there is such a rank, or if some rank would receive more pairs than its
+    room. Then M and Q are 0, and ``state`` keeps the numbers needed and layer (1,). came: tokens and pairs by rank.
     """
     state, ranks, limits = window.state, window.ranks, window.limits
     agreed, counts, came = state.new_empty(AGREED * ranks), state.new_empty(4), state.new_empty(2 * ranks)
@@ -171,7 +168,7 @@ def agree(window: Window, layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def plan_pulled(
     window: Window, like: Tensor, agreed: Tensor, counts: Tensor, came: Tensor, experts: int, room: int
 ) -> tuple[Tensor, ...]:
-    """The plan of what arrives, as `plan_received`'s, for M_max tokens and Q_max pairs, the room: token_of_row,
+    """The plan of the received pairs, as in `plan_received`, for M_max tokens and a room of Q_max pairs: token_of_row,
     pair_of_row, row_of_pair, pair_start_of_token (M_max + 1), row_start_of_expert, rows_per_expert, the scores (Q_max)
     of ``like``'s dtype; and token_of_received (M_max), each token's index on its own rank.
     """
@@ -203,8 +200,8 @@ def pull_rows(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, toke
 
 
 def pull_sums(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, copy_of_token: Tensor) -> Tensor:
-    """(T, d) of ``like``'s width and dtype: each token's sum of its results over the ranks, in their order, in fp32 or
-    fp64; NaN if this layer's rows did not fit. copy_of_token (T W): `place_sent`'s.
+    """(T, d) of ``like``'s width and dtype: for each token the sum of its results over the ranks, in rank order, in
+    fp32 or fp64; NaN if this layer's rows did not fit. copy_of_token (T W): from `place_sent`.
     """
     tokens, width = copy_of_token.shape[0] // window.ranks, like.shape[1]
     out = like.new_empty(tokens, width)
@@ -221,7 +218,7 @@ def pull_sums(window: Window, like: Tensor, agreed: Tensor, counts: Tensor, copy
 def pull_scores(window: Window, like: Tensor, agreed: Tensor, position_of_pair: Tensor) -> Tensor:
     """(P,) of ``like``'s dtype: the gradients of this rank's scores, 0 for pairs that were not sent.
 
-    position_of_pair (P): `place_sent`'s.
+    position_of_pair (P): from `place_sent`.
     """
     pairs = position_of_pair.shape[0]
     out = like.new_zeros(pairs)
@@ -236,7 +233,7 @@ def pull_scores(window: Window, like: Tensor, agreed: Tensor, position_of_pair: 
 
 @triton.jit
 def wait_for(flags, number, here, RANKS: tl.constexpr):
-    """Wait until every other rank's flag here is at least ``number``, by cyclic difference."""
+    """Wait until the flags of all other ranks in this window are at least ``number``, by cyclic difference."""
     for rank in tl.static_range(RANKS):
         if rank != here:
             while tl.atomic_add(flags + rank, 0, sem="acquire", scope="sys") - number < 0:
@@ -245,7 +242,7 @@ def wait_for(flags, number, here, RANKS: tl.constexpr):
 
 @triton.jit
 def signal_all(addresses, number, here, OFFSET: tl.constexpr, RANKS: tl.constexpr):
-    """Set this rank's flag, at ``OFFSET`` bytes of each other rank's window, once all earlier stores are visible."""
+    """Set this rank's flag in each other rank's window, at ``OFFSET`` bytes, once all earlier stores are visible."""
     for step in tl.static_range(1, RANKS):
         rank = (here + step) % RANKS
         flags = (tl.load(addresses + rank) + OFFSET).to(tl.pointer_type(tl.int32))
@@ -254,14 +251,14 @@ def signal_all(addresses, number, here, OFFSET: tl.constexpr, RANKS: tl.constexp
 
 @triton.jit
 def region_of(addresses, rank, offset, like):
-    """The region at ``offset`` bytes, a multiple of 16, of a rank's window; of the elements of ``like``."""
+    """A pointer of ``like``'s type to the region at ``offset`` bytes, a multiple of 16, in a rank's window."""
     address = tl.multiple_of(tl.load(addresses + rank) + offset, 16)
     return tl.multiple_of(address.to(like.dtype), 16)
 
 
 @triton.jit
 def copy_flat(source, target, length, BLOCK: tl.constexpr):
-    """Copy ``length`` elements by all CTAs of the kernel."""
+    """Copy ``length`` elements, divided over all CTAs of the kernel."""
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, length, tl.num_programs(0).to(tl.int64) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
@@ -269,8 +266,8 @@ def copy_flat(source, target, length, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["here", "room"])
 def enter_kernel(addresses, state, here, room, REGION: tl.constexpr, RANKS: tl.constexpr):
-    """A single CTA: tell the others that this rank enters an exchange, wait until none reads the region any more. The
-    room belongs to the tokens, which `put_kernel` says are ready.
+    """A single CTA: tell the other ranks that this one enters an exchange, then wait until none still reads the region.
+    The room is stored for tokens only; `put_kernel` signals that it is ready.
     """
     signal_all(addresses, tl.load(state + LAST) + 1, here, 0, RANKS)
     flags = tl.load(addresses + here).to(tl.pointer_type(tl.int32))
@@ -284,7 +281,7 @@ def put_kernel(
     rows, more, counts, addresses, state, num_rows, width, num_more, rows_offset, more_offset, here,
     REGION: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows and more into this rank's window. Who comes last tells the others, and waits for them."""
+    """Copy rows and more into this rank's window. The CTA that ends last signals the other ranks and waits for them."""
     if rows is not None:
         if counts is not None:
             num_rows = tl.minimum(num_rows, tl.load(counts))
@@ -319,14 +316,14 @@ def agree_kernel(
     exceeds = is_rank & ((tokens > max_tokens) | (pairs > max_pairs))
     over = tl.sum(exceeds.to(tl.int32), axis=0)
 
-    # The W x W numbers of tokens, then of pairs, [source, destination].
+    # The W x W numbers of tokens, then of pairs, indexed [source, destination].
     source, to = rank[:, None], rank[None, :]
     inside = (source < RANKS) & (to < RANKS) & (exceeds.to(tl.int32) == 0)[:, None]
     cells = tl.broadcast_to(base[:, None], (BLOCK_W, BLOCK_W)) + 2 * to
     rows = tl.sum(tl.load(cells + 1, mask=inside, other=0), axis=0)
-    rows_needed = tl.max(tl.where(rows > room, rows, 0), axis=0)  # of ranks that lack room
+    rows_needed = tl.max(tl.where(rows > room, rows, 0), axis=0)  # over the ranks that lack room
     fails = (rows_needed > 0) | (over > 0)
-    # Only the first: outputs are NaN from then on, and all tokens go to the same few experts.
+    # Only the first failure is kept: then outputs are NaN, and all tokens go to the same few experts.
     if (rows_needed > 0) & (tl.load(state + NEEDED_ROWS) == 0):
         tl.store(state + NEEDED_ROWS, rows_needed)
         tl.store(state + NEEDED_LAYER, tl.load(layer))
@@ -337,11 +334,11 @@ def agree_kernel(
     inside = inside & (fails == 0)
     for column in tl.static_range(2):
         between = tl.load(cells + column, mask=inside, other=0)
-        of_here_in = tl.sum(tl.where(to == here, between, 0), axis=1)  # [source]: to here
-        of_here_out = tl.sum(tl.where(source == here, between, 0), axis=0)  # [to]: from here
+        of_here_in = tl.sum(tl.where(to == here, between, 0), axis=1)  # [source]: sent here
+        of_here_out = tl.sum(tl.where(source == here, between, 0), axis=0)  # [to]: sent from here
         first_in, first_out = tl.cumsum(of_here_in, axis=0) - of_here_in, tl.cumsum(of_here_out, axis=0) - of_here_out
-        there = tl.sum(tl.where(to < here, between, 0), axis=1)  # [source]: what it has for the ranks before this one
-        arrived = tl.sum(tl.where(source < here, between, 0), axis=0)  # [to]: what came there from the ranks before
+        there = tl.sum(tl.where(to < here, between, 0), axis=1)  # [source]: sent to the ranks before this one
+        arrived = tl.sum(tl.where(source < here, between, 0), axis=0)  # [to]: sent by the ranks before this one
         tl.store(came + 2 * rank + column, of_here_in, mask=is_rank)
         tl.store(counts + column, tl.sum(of_here_in, axis=0))
         tl.store(agreed + (TOKENS_IN + 2 * column) * RANKS + rank, of_here_in, mask=is_rank)
@@ -361,8 +358,8 @@ def receive_kernel(
     token_of_row, pair_of_row, row_of_pair, pair_start_of_token, block_counts,
     RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """lines (Q_max, words): the pairs' words, from all ranks; their numbers by expert, block_counts (B, e);
-    token_of_received (M_max). Clears what no pair will write: rows past Q, and the ends of tokens past M.
+    """Write lines (Q_max, words), the words of the pairs from all ranks; block_counts (B, e), the pairs by block and
+    expert; token_of_received (M_max). Clears entries that no pair writes: rows past Q, and the ends of tokens past M.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_tokens, num_pairs = tl.load(counts), tl.load(counts + 1)
@@ -400,8 +397,8 @@ def pull_rows_kernel(
     addresses, agreed, counts, token_of_received, out, num_out, width, tokens_offset, here,
     RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each CTA copies rows from one rank, neighbours beginning with different ranks, so that all links are busy; then
-    its share of the zeros past M.
+    """Each CTA copies rows from one rank, neighbouring CTAs from different ranks, so that all links are busy. Then it
+    writes its share of the zeros past M.
     """
     rank = (here + 1 + tl.program_id(0) % RANKS) % RANKS
     of_rank, each = tl.program_id(0) // RANKS, tl.num_programs(0) // RANKS
@@ -428,7 +425,7 @@ def pull_sums_kernel(
     addresses, agreed, counts, copy_of_token, out, width, results_offset,
     RANKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_D columns of a token's sum per CTA."""
+    """Each CTA computes BLOCK_D columns of one token's sum."""
     blocks = tl.cdiv(width, BLOCK_D)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -450,7 +447,7 @@ def pull_sums_kernel(
 def pull_scores_kernel(
     addresses, agreed, position_of_pair, out, num_pairs, scores_offset, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A block of the pairs that were sent, in the order of sending."""
+    """Each CTA handles a block of the sent pairs, in the order of sending."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     from_there = out + pair
     is_sent = pair < 0

@@ -1,2 +1,1 @@
-"""The experts' kernels up_proj to combine_grad (see `Backend` in `base`) and their helpers, a folder for each
-backend."""
+"""The experts' kernels up_proj to combine_grad (see `Backend` in `base`) and helpers, a folder for each backend."""

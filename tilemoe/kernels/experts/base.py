@@ -4,12 +4,12 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 
 ``x`` (T,d) · ``w1`` (E,w,d) · ``w2`` (E,d,n) · ``b1`` (E,w) · ``b2`` (E,d) · ``h`` (R_max,w) pre-activation ·
 ``a`` (R_max,n) · ``y`` (R_max,d) · ``s`` scores, flat, in the caller's order · ``o`` (T,d). Gradients prefix ``d``.
-A row is one routed (token, expert) pair; rows are sorted by expert. R of R_max rows are in use: those past R of any
-(R_max, .) tensor are unspecified and never read.
+A row is one routed (token, expert) pair; rows are sorted by expert. R of the R_max rows are in use. In any (R_max, .)
+tensor, rows past R are unspecified and never read.
 
 Forward: up_proj, down_proj, combine. Backward: down_proj_dgrad, down_proj_wgrad, up_proj_dgrad, up_proj_wgrad,
-combine_grad. y and dx_rows, the only buffers of size R_max x d, may be made and combined a slice of d at a time:
-down_proj and up_proj_dgrad take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and combine and combine_grad
+combine_grad. Only y and dx_rows have R_max x d elements. To save memory they may be computed and combined one slice of
+d at a time: down_proj takes a slice (E,c,n) of w2, up_proj_dgrad a slice (E,w,c) of w1, and combine and combine_grad
 write to columns of a wider tensor.
 """
 
@@ -36,15 +36,16 @@ from tilemoe.shape import MoEShape
 class Backend(ABC):
     """One implementation of the eight kernels up_proj to combine_grad and of the bias gradients.
 
-    A backend is an architecture, and its precision data: see `tilemoe.kernels.experts.table`. It is stateless: an
-    instance stands for its class, and `register_backend` makes one. Subclass an existing one
-    and override what you do better. A method may refuse operands with a ValueError that names the fix.
+    A class implements one architecture; its precision is a class attribute (see `tilemoe.kernels.experts.table`).
+    A backend has no state: there is one instance of each class, which the registry makes. To write one, subclass an
+    existing backend and override the methods that you improve.
 
     Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision quantises
-    them to an `Operand` inside its methods; what down_proj and up_proj_dgrad read in every slice of d it may quantise
-    once for all slices (`rows_operand`, `weight_operand`).
+    them to an `Operand` inside its methods. down_proj and up_proj_dgrad read one operand again for each slice of d:
+    `rows_operand` and `weight_operand` quantise it once for all slices.
 
-    ValueError: a method's, as above. Shapes and dtypes: the legend of `tilemoe.kernels.experts.base` and each method.
+    ValueError: a method may refuse operands; the message names the fix. Shapes and dtypes: the legend of
+    `tilemoe.kernels.experts.base` and each method.
 
     Examples:
         >>> from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -56,15 +57,15 @@ class Backend(ABC):
         True
     """
 
-    name: ClassVar[str]  # by which it is registered
-    # One of `tilemoe.config.PRECISIONS`, for the GEMMs' operands. With "fp8", x and do are also exchanged between
-    # processes in e4m3, with one scale per token.
+    name: ClassVar[str]  # the name that it is registered by
+    # The precision of the GEMMs' operands, one of `tilemoe.config.PRECISIONS`. With "fp8", processes also exchange x
+    # and do in e4m3, with one scale per token.
     precision: ClassVar[str] = "bf16"
-    format: ClassVar[Format | None] = None  # what the operands are quantised to; None: they are read as they are
-    # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
+    format: ClassVar[Format | None] = None  # the format that operands are quantised to; None: not quantised
+    # Whether a token's o and dx keep the same bits when the other tokens of its batch change (docs/replay.md).
     batch_invariance: ClassVar[str] = "not tested"
-    # The formats of packed weights, by name, that `up_proj`, `down_proj` and `up_proj_dgrad` take, with precision
-    # "bf16" only; and the batch invariance of frozen experts in each.
+    # Name of each format of packed weights that `up_proj`, `down_proj` and `up_proj_dgrad` take -> batch invariance of
+    # frozen experts in that format. Used with precision "bf16" only.
     packed: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @abstractmethod
@@ -72,27 +73,27 @@ class Backend(ABC):
         """Why it cannot compute on ``device`` in ``dtype`` with these values of d and n; None if it can."""
 
     def rows_operand(self, rows: Tensor) -> GemmOperand:
-        """dh (R_max, w) as `up_proj_dgrad` is to read it: made once, for all slices of d."""
+        """dh (R_max, w) in the form that `up_proj_dgrad` reads, made once for all slices of d."""
         return rows if self.format is None else self.format.rows_for("up_proj_dgrad", rows)
 
     def weight_operand(self, weight: Tensor, contracted: int) -> WeightOperand:
-        """A weight (E, p, q) as `down_proj` or `up_proj_dgrad` is to read it, made once for all slices of d.
+        """A weight (E, p, q) in the form that `down_proj` or `up_proj_dgrad` reads, made once for all slices of d.
 
-        The result is indexed as the weight would be. contracted: the dimension, 1 or 2, that the GEMM contracts.
+        The result is indexed like the weight. contracted: the dimension, 1 or 2, that the GEMM contracts.
         """
         if self.format is None:
             return weight
         return self.format.weight_for("down_proj" if contracted == 2 else "up_proj_dgrad", weight)
 
     def operands(self, gemm: str, rows: GemmOperand, weight: WeightOperand) -> tuple[GemmOperand, WeightOperand]:
-        """Rows and a weight as ``gemm`` reads them, in the backend's format."""
+        """Rows and a weight in the backend's format, in the form that ``gemm`` reads."""
         if self.format is None:
             return rows, weight
         return self.format.rows_for(gemm, rows), self.format.weight_for(gemm, weight)
 
     def whole_scales(self, weight: PackedWeight) -> PackedWeight:
-        """A packed weight as `up_proj`, `down_proj` and `up_proj_dgrad` are to read it, made once for all slices of d:
-        with a scale for each block."""
+        """A packed weight in the form that `up_proj`, `down_proj` and `up_proj_dgrad` read, its scales not quantised
+        themselves. It is made once for all slices of d."""
         return weight.with_whole_scales()
 
     @abstractmethod
@@ -104,7 +105,7 @@ class Backend(ABC):
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> GemmOperand:
-        """up_proj where nothing will be differentiated: returns a (R_max, n) only, so that h need not be stored."""
+        """up_proj without a backward: returns only a (R_max, n), so that h need not be stored."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
 
     def up_proj(
@@ -115,11 +116,11 @@ class Backend(ABC):
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
     def quantize_h(self, h: Tensor) -> Operand:
-        """h (R_max, w), w a multiple of 128, as ``save="fp8"`` keeps it: e4m3, with an fp32 scale per 128 of a row."""
+        """h (R_max, w), w a multiple of 128, as ``save="fp8"`` keeps it: e4m3, an fp32 scale per 1 x 128 block."""
         return quantize_rows(h)
 
     def dequantize_h(self, h: Operand) -> Tensor:
-        """The inverse of `quantize_h`, in h's former dtype: each value times its scale in fp32, rounded once."""
+        """The inverse of `quantize_h`, in the dtype that h had: each value times its scale in fp32, rounded once."""
         return dense_rows(h)
 
     @abstractmethod
@@ -127,15 +128,15 @@ class Backend(ABC):
         """down_proj: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) if w2 (E, c, n) and b2 (E, c) are a slice of d."""
 
     def down_proj_inference(self, a: GemmOperand, w2: WeightOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """down_proj on `up_proj_act_inference`'s result: the two may have kernels of their own for few rows."""
+        """down_proj of `up_proj_act_inference`'s result; both methods may use kernels made for few rows."""
         return self.down_proj(a, w2, b2, plan)
 
     @abstractmethod
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-        """combine: ``o_t = sum over t's rows r of s_r y_r``, written to o (T, c) of y's dtype, whose rows have any
-        stride.
+        """combine: ``o_t = sum over t's rows r of s_r y_r``, written to o (T, c).
 
-        s of any float dtype; y (R_max, c) contiguous. Sums are fp32, or fp64 where s or y is.
+        o has y's dtype and any row stride. s has any float dtype; y (R_max, c) is contiguous. Sums are taken in fp32,
+        or in fp64 if s or y is fp64.
         """
 
     @abstractmethod
@@ -143,29 +144,27 @@ class Backend(ABC):
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """down_proj_dgrad: gather do (T, d), ``da' = do w2``, ``ds = <da', a> + <do, b2>``, ``dh = act'(h) s da'``,
-        ``a_scaled = s a``. Returns (dh (R_max, w), ds, a_scaled (R_max, n)); ds has s's shape and dtype, 0 for a
-        skipped pair.
+        ``a_scaled = s a``. Returns (dh (R_max, w), ds like s, a_scaled (R_max, n)); ds is 0 for a skipped pair.
         """
 
     def activation(self, h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
-        """``a = act(h)`` (R_max, n), where h is a sum of GEMMs, so that none of them can apply it."""
+        """``a = act(h)`` (R_max, n), for an h that is a sum of GEMMs: no single GEMM's epilogue can apply it."""
         return activation_rows(h, spec)
 
     def dact(
         self, da: Tensor, do: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `down_proj_dgrad_dact`, where da' (R_max, n) is a sum of GEMMs."""
+        """`down_proj_dgrad_dact` without its GEMM, for a da' (R_max, n) that is a sum of GEMMs."""
         return dact_rows(da, do, b2, h, s, plan, spec)
 
     @abstractmethod
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """down_proj_wgrad: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros for an empty
-        expert.
+        """down_proj_wgrad: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros without rows.
 
-        column_major: strides of the result, see `is_column_major`. out: of these strides, in `compute_dtype`; the
-        gradient is added to it, unrounded where a kernel does it, and out is returned.
+        column_major: the result has the strides of `is_column_major`. out: a tensor with these strides, in
+        `compute_dtype`; the gradient is added to it and it is returned. Kernels add the gradient unrounded.
         """
 
     @abstractmethod
@@ -183,27 +182,27 @@ class Backend(ABC):
 
     @abstractmethod
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
-        """combine_grad: ``dx_t = sum over t's rows r of dx_rows_r``, dx_rows (R_max, c); dx (T, c) is written as by
-        `combine`."""
+        """combine_grad: ``dx_t = sum over t's rows r of dx_rows_r``, dx_rows (R_max, c), written to dx (T, c) as
+        `combine` writes o."""
 
     @abstractmethod
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
         """``db2_e = sum over e's rows r of s_r do_t(r)`` (E, d) in s's dtype.
 
-        It may be a GEMM over all tokens: a NaN or infinity in do reaches every expert, even from unrouted tokens.
+        It may be a GEMM over all tokens. Then a NaN or infinity in do, even in an unrouted token, reaches every expert.
         """
 
     @abstractmethod
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        """``db1_e = sum over e's rows r of dh_r`` (E, w) in the compute dtype."""
+        """``db1_e = sum over e's rows r of dh_r`` (E, w) in dh's `compute_dtype`."""
 
 
 def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
-    """The shape of one call, in elements of ``like``'s dtype; its number of rows is the buffers', R_max."""
+    """The shape of one call, with ``like``'s bytes per element; its number of rows is that of the buffers, R_max."""
     sizes = (plan.num_tokens, d, n, plan.num_experts, 1)  # K is not used: the rows are given
     return _cached_shape(
         *sizes, spec.is_gated, like.element_size(), plan.token_of_row.shape[0], plan.pair_start_of_token is None, save
     )
 
 
-_cached_shape = lru_cache(MoEShape)  # every forward asks for one, and its checks take longer than finding it
+_cached_shape = lru_cache(MoEShape)  # every forward needs one: a look-up is faster than MoEShape's checks

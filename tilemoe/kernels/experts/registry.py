@@ -1,4 +1,4 @@
-"""The registry of backends by name: the package's, imported on first use, and those that users register."""
+"""The registry of backends by name: the package's own, imported at first use, and those that users register."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tilemoe.kernels.experts.table import ROWS, Row
 from tilemoe.runtime.device import has_triton
 from tilemoe.runtime.tracing import constant_when_traced
 
-# Name -> class, or a row until it is imported. Only `register_backend` adds to it.
+# Name -> a registered class, or a row of the package's table. Only `register_backend` adds to it.
 _BACKENDS: dict[str, type[Backend] | Row] = {row.name: row for row in ROWS}
 
 
 def register_backend(name: str, cls: type[Backend]) -> None:
-    """Make ``kernels=name`` compute the experts with ``cls``, of which one instance is made, without arguments.
+    """Make ``kernels=name`` compute the experts with ``cls``, which is instantiated once, without arguments.
 
-    ValueError: the name is taken or is not ``cls.name``, or cls is no `Backend` or leaves a kernel undefined.
+    ValueError: the name is taken or is not ``cls.name``, or cls is no `Backend` or leaves a method abstract.
 
     Examples:
         >>> from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -28,7 +28,7 @@ def register_backend(name: str, cls: type[Backend]) -> None:
         >>> tilemoe.register_backend("mine", Mine)
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2), kernels="mine")
     """
-    if not isinstance(name, str) or not name.isidentifier():  # operators pass it in a string, between spaces
+    if not isinstance(name, str) or not name.isidentifier():  # operators pass it inside a string, between spaces
         raise ValueError(f"name must be letters, digits and underscores, got {shown(name)}")
     if name in _BACKENDS:
         raise ValueError(f"name {name!r} is taken; the backends are {_names()}")
@@ -45,16 +45,16 @@ def register_backend(name: str, cls: type[Backend]) -> None:
 def backend_named(name: str) -> Backend:
     """The backend that is registered as ``name``.
 
-    ValueError: there is none (the message lists the names), or it needs Triton, which is not installed.
+    ValueError: no such name (the message lists the names), or the backend needs Triton, which is not installed.
     """
     _check_name(name)
     return _made(name)
 
 
 def backend_of(kernels: str | Backend) -> Backend:
-    """The backend that the argument ``kernels`` stands for: a name, or an instance of a registered class. Traceable.
+    """The backend for the argument ``kernels``: a name, or an instance of a registered class. Traceable.
 
-    ValueError: as `backend_named`, or another class is registered under the instance's name.
+    ValueError: that of `backend_named`, or the instance's class is not the one registered under its name.
     """
     if not isinstance(kernels, Backend):
         return backend_named(kernels)
@@ -82,9 +82,9 @@ def _made(name: str) -> Backend:
 
 
 def class_of(row: Row) -> type[Backend]:
-    """The row's architecture, or of another precision a class that differs from it in the row's data alone.
+    """The row's architecture, or a subclass whose name, precision, format and batch invariance are the row's.
 
-    A class, since what it says of itself is a constant to torch.compile, which an instance's attributes are not.
+    It is a class because torch.compile treats class attributes as constants, and instance attributes not.
     """
     if row.needs_triton and not has_triton():
         raise ValueError(f"kernels={row.name!r} needs the package triton, which PyTorch's builds for GPUs bring along")

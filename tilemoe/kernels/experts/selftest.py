@@ -1,6 +1,6 @@
-"""Kernels that were compiled and emulated but never ran on their GPU: a self-test decides whether they serve there.
+"""The self-test of kernels that were compiled and emulated but never ran on their GPU; it decides if they are used.
 
-It runs once for each kind of GPU, driver, Triton and source of the kernels, in its own process (`runtime.verdict`).
+It runs once for each GPU model, driver, Triton version and kernel source, in its own process (`runtime.verdict`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tilemoe.runtime.tracing import warn_once
 from tilemoe.runtime.verdict import Verdict, verdict_of
 
 SETTING = "TILEMOE_BLACKWELL"
-OFF, ON, UNTESTED = "0", "1", "untested"  # its values: no kernels but by name; those that pass their self-test; all
-SECONDS = 600  # for the self-test, most of which compiles
+OFF, ON, UNTESTED = "0", "1", "untested"  # used only if asked for by name; used if the self-test passes; always used
+SECONDS = 600  # time limit of the self-test, which mostly compiles
 _SOURCES = Path(__file__).parent
-# As `python -m tilemoe`, without the present folder, in which there may be another package of this name.
+# `python -m tilemoe`, but without the current folder on the path: it may have another package of this name.
 _RUN = "import runpy, sys; sys.path = list(filter(None, sys.path)); runpy.run_module('tilemoe', run_name='__main__')"
 
 
 def setting() -> str:
-    """One of the three. ValueError: it is another."""
+    """The setting's value, OFF, ON or UNTESTED. ValueError: it has another value."""
     value = os.environ.get(SETTING, OFF)
     if value not in (OFF, ON, UNTESTED):
         raise ValueError(f"{SETTING} must be {OFF}, {ON} or {UNTESTED}, got {value!r}")
@@ -34,16 +34,16 @@ def setting() -> str:
 
 
 def say_off(why: str) -> None:
-    """Warn once, by one process of a host, that what was asked for does not serve."""
+    """Warn once, in one process of each host, that the requested kernels are not used."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         warn_once(f"{SETTING}={setting()}: the Blackwell kernels do not serve, {why}")
 
 
-@cache  # every call of a kernel asks
+@cache  # each kernel call asks
 def why_not(backend: str, device: torch.device) -> str | None:
-    """Why the backend of this name is not to serve on ``device``, in a line; None: its self-test passed there.
+    """Why the backend of this name may not be used on ``device``, in one line; None: its self-test passed there.
 
-    The first call may take as long as the self-test. With TILEMOE_BLACKWELL=untested, and on a CPU, there is none.
+    The first call may run the self-test. With TILEMOE_BLACKWELL=untested, and on a CPU, there is no test: None.
     """
     if device.type != "cuda" or setting() == UNTESTED:
         return None
@@ -51,12 +51,12 @@ def why_not(backend: str, device: torch.device) -> str | None:
 
 
 def said_of(found: Verdict) -> str | None:
-    """What a verdict speaks against the kernels."""
+    """The verdict's reason against the kernels, as a message; None if it has none."""
     return None if found.why is None else f"their self-test has not passed: {found.why}; tilemoe doctor repeats it"
 
 
 def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:
-    """The self-test's, which is made where none is kept, or ``again``. backend: a name, or "module:Class"."""
+    """The self-test's verdict; the test runs if none is kept, or if ``again``. backend: a name or "module:Class"."""
     key, hindrance = {"backend": backend, "triton": triton_version(), "source": _digest_of_kernels()}, None
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -1,9 +1,9 @@
 """Slices of d in which the two (R_max, d) buffers, y and dx_rows, are made and combined: a pure function of the sizes.
 
-R_max static row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
+R_max static row capacity · d hidden_size · y (R_max, d) · each slice but the last has whole tiles of columns
 
 Each further slice costs a launch, some 20 microseconds on an H200, and reads the GEMM's other operand, a or dh, again.
-So there are as few as bring the peak memory down to a limit, and no more than are cheap (docs/lab/memory.md).
+So the fewest slices are used that bring the peak memory down to a limit, if they are cheap (docs/lab/memory.md).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tilemoe.kernels.experts.triton.configs import LARGEST_TILE
 from tilemoe.shape import MoEShape
 
 COLUMNS = LARGEST_TILE.block_n  # slices are multiples of this
-_MIN_TILES = 768  # fewest tiles of a slice: about six waves on 132 multiprocessors
+_MIN_TILES = 768  # fewest tiles of a slice: about six waves on 132 SMs
 _MAX_SLICES = 4
-_MAX_REREAD = 0.1  # most that re-reading may cost, of the time of the GEMM and combine in one slice
-_ALIGNMENT = 16  # d is sliced only if a multiple: else some slices would need a specialisation of their own
+_MAX_REREAD = 0.1  # largest share that re-reading may add to the time of the GEMM and combine in one slice
+_ALIGNMENT = 16  # d is sliced only if it is a multiple: else some slices would need a specialisation of their own
 
 
 def cut(width: int, count: int) -> Sequence[slice]:
@@ -32,9 +32,9 @@ def widest(slices: Sequence[slice]) -> int:
 
 
 def fewest(shape: MoEShape, peak: Callable[[Sequence[slice]], float], limit: float, reread: float) -> Sequence[slice]:
-    """The fewest slices of d whose ``peak`` is at most ``limit``; a single one if no permitted number achieves that.
+    """The fewest slices of d whose ``peak`` is at most ``limit``; a single slice if no permitted number achieves that.
 
-    reread: time that one more slice spends on re-reading, over the time of the GEMM and combine in one slice.
+    reread: the time to read the operand once more, divided by the time of the GEMM and combine in one slice.
     """
     d = shape.hidden_size
     tiles = -(-shape.num_rows // LARGEST_TILE.block_m) * (d // COLUMNS)

@@ -1,7 +1,6 @@
-"""Which backend computes a layer's experts, and why: a row for each architecture and precision.
+"""The table of backends, a row for each architecture and precision, and the formats that frozen experts are stored in.
 
-`tilemoe.kernels.choose.choose_experts` takes the first row of a precision that nothing speaks against. And the formats
-that frozen experts may be stored in.
+`tilemoe.kernels.choose.choose_experts` goes through the rows of a precision and takes the first that is supported.
 
 d hidden_size · n intermediate_size
 """
@@ -24,19 +23,19 @@ from tilemoe.kernels.experts.hopper import configs as hopper
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_not_of_widths
 from tilemoe.runtime.device import Device, capability_of, gpu_of, triton_version, why_no_triton
 
-WhyNot: TypeAlias = str | None  # what speaks against a row, in a few words
+WhyNot: TypeAlias = str | None  # why a row cannot be used, in a few words; None if it can
 
 
 class Row(NamedTuple):
     """A backend of the package.
 
-    name: what ``kernels=`` takes. architecture: "module:Class", imported once it is used. serves: begins the reason.
-    because: why it is taken; None: because of what speaks against the row before.
-    why_not_layer: ``(dtype, d, n)``, or only a dtype; torch.compile traces it.
-    why_not: ``(device, dtype, why_not_layer's answer)``, its own reasons and that one in the order they are said in.
-    format: the module, a `Format`, that makes its GEMMs' operands; None: they are read as they are.
-    batch_invariance: where the architecture's own is not meant.
-    needs_triton: whether importing the architecture does.
+    name: what ``kernels=`` takes. architecture: "module:Class", imported at first use. serves: how the reason begins.
+    because: the reason for choosing this row; None: the reason is why the row before cannot be used.
+    why_not_layer: takes ``(dtype, d, n)``, or only a dtype; torch.compile traces it.
+    why_not: takes ``(device, dtype, why_not_layer's answer)`` and returns the first reason that applies.
+    format: the module, a `Format`, that quantises the GEMMs' operands; None: they are not quantised.
+    batch_invariance: overrides the architecture's; None: the architecture's.
+    needs_triton: whether importing the architecture needs Triton.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Row(NamedTuple):
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, why: WhyNot = None) -> WhyNot:
-    """Why Triton kernels are not used for GEMMs in ``dtype``; ``why``: what speaks against the widths."""
+    """Why Triton kernels are not used for GEMMs in ``dtype``; ``why``: why the widths rule them out, or None."""
     if (found := why_no_triton(device)) is not None:
         return found
     if dtype == torch.float64:
@@ -67,19 +66,19 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, why: WhyNot) -> Wh
 
 
 def why_not_hopper_gpu(device: torch.device) -> WhyNot:
-    """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
+    """Why a GPU that runs the Triton kernels does not run the warp-specialised ones; None if it does."""
     if not torch.cuda.is_available():
         return "no GPU is here to ask"
     return hopper.why_unsupported(gpu_of(device), triton_version())
 
 
 def why_not_blackwell_gpu(device: torch.device, found: Device) -> WhyNot:
-    """Why the Blackwell kernels do not run on a GPU, of which ``found`` is known; None if their self-test passed."""
+    """Why the Blackwell kernels do not run on ``device``, described by ``found``; None if their self-test passed."""
     return blackwell.why_unsupported(found, triton_version()) or selftest.why_not("blackwell", device)
 
 
 def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) -> WhyNot:
-    """On another GPU it is what speaks against Hopper's kernels, which the row after this one repeats."""
+    """On another GPU the answer is that of the Hopper row: the next row, Triton's, gives it as its reason."""
     if device.type != "cuda" or capability_of(device)[0] != 10:
         return _why_not_hopper(device, dtype, why)
     of_gpu, found = why_no_triton(device), why_not_triton(device, dtype, why)
@@ -168,15 +167,15 @@ ROWS = (
 
 
 class Storage(NamedTuple):
-    """How frozen experts may be stored in 4 bits. weight: the format. quantize: a weight (E, p, q) of any float dtype
-    but fp64. parts: the names of what is stored, the format's first fields."""
+    """A way to store frozen experts in 4 bits. weight: the format's class. quantize: takes a weight (E, p, q) of any
+    float dtype but fp64. parts: the names of the stored tensors, which are the class's first fields."""
 
     weight: type[PackedWeight]
     quantize: Callable[[torch.Tensor], PackedWeight]
     parts: tuple[str, ...]
 
 
-# What ``storage=`` takes, beside "dense". Which backends read a format: `Backend.packed`.
+# The values of ``storage=`` besides "dense". `Backend.packed` says which formats a backend reads.
 STORAGES: MappingProxyType[str, Storage] = MappingProxyType(
     {
         "nf4": Storage(Nf4Weight, quantize_nf4, ("codes", "absmax")),

@@ -1,1 +1,1 @@
-"""Kernels of the language model around the layer: the head's loss, rotary positions, attention within documents."""
+"""Kernels of the language model around the layer: cross-entropy, rotary embedding, attention within documents."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilemoe.runtime.tensors import require_tensor
 
-_NAMES_GROUPS = torch.__version__ >= "2.12"  # PyTorch 2.11 takes grouped heads as well, but has no argument for them
+_NAMES_GROUPS = torch.__version__ >= "2.12"  # PyTorch 2.11 supports grouped heads without an argument for it
 
 
 class Documents(NamedTuple):
@@ -28,9 +28,9 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor) -> Documents:
-        """From ``positions`` (B, S) int64, on their device. A host sync on a GPU.
+        """The documents with these ``positions`` (B, S) int64, on their device. A host sync on a GPU.
 
-        ValueError: ``positions`` are not those of documents, or a sequence does not begin with one.
+        ValueError: ``positions`` are not those of documents, or a sequence does not begin with a document.
         """
         require_tensor("positions", positions)
         if positions.ndim != 2 or positions.dtype != torch.int64:
@@ -45,10 +45,10 @@ class Documents(NamedTuple):
         return cls(positions, bounds.to(torch.int32))
 
     def real_tokens(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """(B, S) bool: False in a sequence's last document if that is one id again and again and none of it is learnt.
+        """(B, S) bool: False in a sequence's last document if it is padding: one repeated id without any label.
 
-        Nor is it where the sequence's labels are its ids, not shifted, so that no label says what is padding. labels
-        (B, S) as of a model, -100 where nothing is learnt. No host sync.
+        If a sequence's labels are its ids, not shifted, no label marks padding: then the repeated id is enough, unless
+        it fills the sequence. labels (B, S): as a model takes them, -100 where nothing is learnt. No host sync.
         """
         place = torch.arange(ids.shape[1], device=ids.device)
         before = place < place[-1] - self.positions[:, -1:]
@@ -65,7 +65,7 @@ def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: D
     """
     from torch.nn.attention.varlen import varlen_attn  # only here: it registers operators
 
-    length = queries.shape[1]  # bounds every document's length; the longest one's would take a host sync
+    length = queries.shape[1]  # a bound on the documents' lengths; the longest length would need a host sync
     q, k, v = (tensor.flatten(0, 1) for tensor in (queries, keys, values))
     bounds, is_grouped = documents.bounds, queries.shape[2] != keys.shape[2]
     grouping: dict[str, Any] = {"enable_gqa": True} if is_grouped and _NAMES_GROUPS else {}
@@ -75,13 +75,13 @@ def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: D
 
 
 def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
-    """As `varlen_attention` on any device and in any dtype, but computing all pairs of a sequence's tokens.
+    """`varlen_attention` for any device and any dtype, which computes all pairs of a sequence's tokens.
 
     Masked pairs have a weight of exactly 0, so that a document's bits do not depend on other documents.
     """
     positions = documents.positions
     place = torch.arange(positions.shape[1], device=positions.device)
-    first = place - positions  # (B, S) first token of each token's document
+    first = place - positions  # (B, S): the first token of each token's document
     visible = (first[:, :, None] == first[:, None, :]).tril()
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)

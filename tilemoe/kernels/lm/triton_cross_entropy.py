@@ -2,8 +2,8 @@
 
 C tokens of a chunk · V vocabulary
 
-Memory-bound, one CTA per token: a first pass over the logits takes an online logsumexp, a second one overwrites them
-with the gradient: two reads and one write of the logits in all.
+Memory-bound, one CTA per token: a first pass over the logits computes an online logsumexp, a second pass overwrites
+them with the gradient. In all, the logits are read twice and written once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import launch_of, power_of_two
 
-_BLOCK = 8192  # 16-bit logits that a CTA holds at a time; half as many of 32 bits
+_BLOCK = 8192  # 16-bit logits that a CTA holds at a time; half as many 32-bit ones
 _LOWEST = tl.constexpr(-3.4028234e38)  # lowest finite fp32
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """``-log softmax(logits)[label]`` of each token, (C,) fp32 in nats; ``logits`` are overwritten with its gradient.
 
-    logits (C, V) in fp32, bf16 or fp16, contiguous; labels (C,) int64. A token whose label is ``ignored`` has loss and
-    gradient 0, one whose label is not in [0, V) has loss NaN. Computed in fp32, the gradient rounded once.
+    logits (C, V) in fp32, bf16 or fp16, contiguous; labels (C,) int64. A token with the label ``ignored`` has loss and
+    gradient 0; a label outside [0, V) gives a loss of NaN. Computed in fp32; the gradient is rounded once.
     """
     device_of(logits)
     assert logits.is_contiguous(), "the kernel walks along a token's logits"
@@ -53,7 +53,7 @@ def cross_entropy_kernel(loss, logits, labels, classes, IGNORED: tl.constexpr, B
             zeros = tl.zeros([BLOCK], logits.dtype.element_ty)
             tl.store(row + start + col, zeros, mask=start + col < classes)
     else:
-        # Read before the reductions: their barriers keep other warps from overwriting it before every warp has read it.
+        # Read before the reductions: their barriers ensure that all warps have read it before any overwrites it.
         is_class = (label >= 0) & (label < classes)
         own = tl.load(row + label, mask=is_class, other=float("nan")).to(tl.float32)
         greatest = _LOWEST  # finite, since -inf minus -inf is NaN

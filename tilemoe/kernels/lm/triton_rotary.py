@@ -1,8 +1,8 @@
-"""Rotary position embedding, forward and backward: ``(x1 cos - x2 sin, x2 cos + x1 sin)`` of a head's halves x1, x2.
+"""Rotary position embedding, forward and backward: ``(x1 cos - x2 sin, x2 cos + x1 sin)`` for a head's halves x1, x2.
 
 B sequences · S tokens · H heads · D head width
 
-Memory-bound: each query or key is read once and written once, 16 bytes at a time; a CTA takes some heads of one token.
+Memory-bound: each query or key is read once and written once, 16 bytes at a time. A CTA has some heads of one token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -20,10 +20,10 @@ _ELEMENTS = 2048  # most elements per CTA, unless a single head has more
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
-    """x (B, S, H, D) rotated by the angles whose cos and sin (S, 1, D/2) are given: (B, S, H, D), contiguous.
+    """x (B, S, H, D) rotated by the angles with these cos and sin (S, 1, D/2): (B, S, H, D), contiguous.
 
-    back: by the negative angles, which is the backward. Computed in the dtype of cos and sin, fp32, and rounded once to
-    ``dtype``.
+    back: rotate by the negative angles, which is the backward. Computed in the dtype of cos and sin, fp32, and rounded
+    once to ``dtype``.
     """
     device_of(x)
     batch, length, heads, width = x.shape

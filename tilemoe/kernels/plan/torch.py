@@ -17,7 +17,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> Index:
     """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
     error_bits (all int32).
 
-    An id >= E is a sentinel and is skipped. A negative id: ValueError on CPU, recorded in error_bits elsewhere.
+    An id >= E is a sentinel and is skipped. A negative id is a ValueError on CPU, and recorded in error_bits elsewhere.
     """
     experts_per_token = expert_ids.shape[1]
     flat = expert_ids.reshape(-1)
@@ -39,12 +39,12 @@ def new_index(expert_ids: Tensor, num_experts: int) -> Index:
 
 def sort_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> Index:
     """From P pairs in any order: token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert,
-    error_bits (all int32). Ids as in `sort_by_expert`; a token outside [0, T) is an error as a negative id is.
+    error_bits (all int32). Ids as in `sort_by_expert`; a token outside [0, T) is an error like a negative id.
     """
     bad_token = (token < 0) | (token >= num_tokens)
     bad_expert = expert < 0
     error_bits = _record(bad_expert, NEGATIVE_EXPERT) | _record(bad_token, TOKEN_OUT_OF_RANGE)
-    # A pair whose token is out of range sorts behind every token's slice and computes nothing.
+    # A pair whose token is out of range is sorted after all tokens and computes nothing.
     token = torch.where(bad_token, num_tokens, token)
     token_sorted, by_token = torch.sort(token, stable=True)
     pair_start = _starts(token_sorted, num_tokens)
@@ -69,7 +69,7 @@ def _rows_by_expert(flat: Tensor, skip: Tensor, num_experts: int) -> tuple[Tenso
 
 
 def _starts(keys_sorted: Tensor, num_keys: int) -> Tensor:
-    """(num_keys + 1) int32: where each key's run begins in the sorted keys; last, the number of valid keys."""
+    """(num_keys + 1) int32: where each key's run begins in the sorted keys, then the number of valid keys."""
     boundaries = torch.arange(num_keys + 1, dtype=keys_sorted.dtype, device=keys_sorted.device)
     return torch.searchsorted(keys_sorted, boundaries, out_int32=True)
 
@@ -79,7 +79,7 @@ def _in_use(rows: Tensor, row_start: Tensor) -> Tensor:
 
 
 def _record(bad: Tensor, bit: int) -> Tensor:
-    """The error bit as a 0-dim int32 on the device; on a CPU, where reading it costs nothing, ValueError at once."""
+    """The error bit as a 0-dim int32 on the device. ValueError on a CPU, where reading the bit costs nothing."""
     bits = bad.any().int() * bit
     if bits.device.type == "cpu":
         raise_for_bits(int(bits))

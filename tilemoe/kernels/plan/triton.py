@@ -5,8 +5,8 @@ T tokens · E experts · K experts per token · P pairs · B blocks of BLOCK con
 1. `count_kernel`: each block's histogram of its pairs' experts: counts (B, E).
 2. `block_start_kernel`: for each expert, the exclusive scan of its counts over the blocks, and its total.
 3. `row_start_kernel`: the scan of the totals over the experts.
-4. `place_kernel`: a pair's row is its expert's first row + that expert's pairs in earlier blocks + those before it in
-   its own block. The order is stable, without atomics, and no CTA waits for another.
+4. `place_kernel`: a pair's row is its expert's first row + that expert's pairs in earlier blocks + that expert's pairs
+   before it in its own block. The order is stable; there are no atomics, and no CTA waits for another.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -23,7 +23,7 @@ from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, launch_of, p
 
 MAX_EXPERTS = 4096  # a block's histogram is kept in shared memory
 MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, must fit in int32
-_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
+_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with at most this many experts share one binary
 _COUNTS = 4096  # counts that a program of `block_start_kernel` loads at a time
 
 
@@ -42,10 +42,10 @@ def count_sort(expert_ids: Tensor, num_experts: int) -> Index:
     """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
     error_bits (all int32).
 
-    The same as `tilemoe.kernels.plan.torch.sort_by_expert`, but a negative id raises nothing here.
+    Equal to `tilemoe.kernels.plan.torch.sort_by_expert`, except that a negative id never raises.
     """
     device_of(expert_ids)
-    ids = expert_ids.reshape(-1).contiguous()  # reshape may return a strided view, of a column of a wider tensor
+    ids = expert_ids.reshape(-1).contiguous()  # of one column of a wider tensor, reshape returns a strided view
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     block = pairs_of_block(num_experts)
@@ -82,21 +82,19 @@ def row_start_launch(
     num_blocks: int,
     num_experts: int,
 ) -> Launch:
-    """The launch that computes ``row_start`` (E+1) from rows_per_expert (E), and ``error_bits`` () from
-    negative_in_block (B).
-    """
+    """The launch that computes row_start (E+1) from rows_per_expert (E), error_bits () from negative_in_block (B)."""
     args = (rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts)
     constants = {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)}
     return launch_of(row_start_kernel, (1,), args, constants)
 
 
 def experts_of_block(num_experts: int) -> int:
-    """Number of bins of a block's histogram, a power of two."""
+    """The number of bins of a block's histogram, a power of two."""
     return max(_FEWEST_EXPERTS, power_of_two(num_experts))
 
 
 def pairs_of_block(num_experts: int) -> int:
-    """Pairs per block: with more, `place_kernel` compares more pairs, with fewer there are more counts to scan."""
+    """Pairs per block. With more, `place_kernel` compares more pairs; with fewer, there are more counts to scan."""
     if num_experts <= 128:
         return 128
     return 256 if num_experts <= 1024 else 512
@@ -104,7 +102,7 @@ def pairs_of_block(num_experts: int) -> int:
 
 @triton.jit
 def expert_of_pair(ids, pair, num_pairs, num_experts):
-    """int32 expert of each pair, num_experts if it is skipped. Compared before the conversion: ids may exceed int32."""
+    """The int32 expert of each pair, num_experts if it is skipped. Ids may exceed int32, so comparison comes first."""
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
     return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
 
@@ -113,7 +111,7 @@ def expert_of_pair(ids, pair, num_pairs, num_experts):
 def count_kernel(
     ids, num_pairs, num_experts, counts, negative_in_block, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """counts (B, E): pairs of each expert in a block. negative_in_block (B): 1 where an id is negative."""
+    """Write counts (B, E), each expert's pairs in a block, and negative_in_block (B), 1 if an id is negative."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     expert = expert_of_pair(ids, pair, num_pairs, num_experts)
@@ -128,7 +126,7 @@ def count_kernel(
 def block_start_kernel(
     counts, block_start, rows_per_expert, num_blocks, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """block_start (B, E): pairs of an expert in the blocks before each block; rows_per_expert (E): in all blocks."""
+    """Write block_start (B, E), an expert's pairs in earlier blocks, and rows_per_expert (E), its pairs in all."""
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.int32)
     for first in range(0, num_blocks, ROWS):
@@ -147,7 +145,7 @@ def row_start_kernel(
     rows_per_expert, negative_in_block, row_start_of_expert, error_bits, num_blocks, num_experts,
     NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """row_start_of_expert (E+1), the scan of rows_per_expert (E), and error_bits (). A single CTA."""
+    """Write row_start_of_expert (E+1), the scan of rows_per_expert (E), and error_bits (). A single CTA."""
     expert = tl.arange(0, BLOCK_E)
     ends = tl.cumsum(tl.load(rows_per_expert + expert, mask=expert < num_experts, other=0), axis=0)
     tl.store(row_start_of_expert, 0)
@@ -165,12 +163,12 @@ def place_kernel(
     row_of_pair,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_of_row, pair_of_row, row_of_pair (P)."""
+    """Write token_of_row, pair_of_row, row_of_pair (P)."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     expert = expert_of_pair(ids, pair, num_pairs, num_experts)
-    # Ranks each pair by comparing all pairs of the block: a loop's loads would cost more than the comparisons do.
-    # Reduced along the first dimension: along the second, a thread would hold a register for every comparison.
+    # Each pair is ranked by comparing all pairs of the block: a loop's loads would cost more than the comparisons.
+    # The sum is over the first dimension: for the second, a thread would hold a register for every comparison.
     earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
     earlier_in_block = tl.sum(earlier.to(tl.int32), axis=0)
     used = expert < num_experts
@@ -179,7 +177,7 @@ def place_kernel(
     tl.store(row_of_pair + pair, tl.where(used, row, -1), mask=pair < num_pairs)
     tl.store(pair_of_row + row, pair, mask=used)
     tl.store(token_of_row + row, pair // experts_per_token, mask=used)
-    # No pair writes to the rows past R. Each block clears those of them that have its pairs' numbers.
+    # No pair writes to the rows past R. Each block clears those whose index is the number of one of its pairs.
     unused = (pair >= tl.load(row_start_of_expert + num_experts)) & (pair < num_pairs)
     tl.store(pair_of_row + pair, 0, mask=unused)
     tl.store(token_of_row + pair, 0, mask=unused)

@@ -2,7 +2,7 @@
 
 T tokens · E experts · K experts per token · P pairs
 
-Each CTA places BLOCK pairs and counts all pairs for itself, so that CTAs need not communicate. The results are equal.
+Each CTA places BLOCK pairs and counts all pairs itself, so that CTAs need not communicate. The results are the same.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -19,19 +19,19 @@ from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, launch_of, power_of_two
 
-# With more, counting all pairs in every CTA takes longer than the three further launches of `plan.triton`.
+# With more pairs, counting them all in every CTA takes longer than `plan.triton`'s three additional launches.
 MAX_PAIRS = 4096
 MAX_EXPERTS = 1024
 _BLOCK, _CHUNK = 128, 512  # pairs that a CTA places, and pairs that it counts at a time
 
 
 def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
-    """As `tilemoe.kernels.plan.triton.why_unsupported`."""
+    """Why this kernel cannot plan this many pairs and experts; None if it can."""
     return triton_plan.why_unsupported(num_pairs, num_experts, MAX_PAIRS, MAX_EXPERTS)
 
 
 def count_sort_small(expert_ids: Tensor, num_experts: int) -> Index:
-    """As `tilemoe.kernels.plan.triton.count_sort`, for expert_ids (T, K) that are not `why_unsupported`."""
+    """`tilemoe.kernels.plan.triton.count_sort` for expert_ids (T, K) whose sizes `why_unsupported` does not exclude."""
     device_of(expert_ids)
     made = new_index(expert_ids, num_experts)
     count_sort_small_launch(expert_ids, num_experts, made).run()
@@ -39,7 +39,7 @@ def count_sort_small(expert_ids: Tensor, num_experts: int) -> Index:
 
 
 def count_sort_small_in_one(expert_ids: Tensor, num_experts: int) -> Index:
-    """As `count_sort_small`; the results are views of one allocation: faster, but an operator cannot return those."""
+    """`count_sort_small` whose results are views of one allocation: faster, but an operator must not return them."""
     device_of(expert_ids)
     pairs = expert_ids.numel()
     a, b, c, d, e, f = int32_vectors(expert_ids, pairs, pairs, pairs, num_experts + 1, num_experts, 1)
@@ -50,7 +50,7 @@ def count_sort_small_in_one(expert_ids: Tensor, num_experts: int) -> Index:
 
 def count_sort_small_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launch:
     """The launch that fills ``made``, the tensors that `count_sort_small` returns."""
-    ids = expert_ids.reshape(-1).contiguous()  # reshape may return a strided view, of a column of a wider tensor
+    ids = expert_ids.reshape(-1).contiguous()  # of one column of a wider tensor, reshape returns a strided view
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     sizes = (num_pairs, num_experts, expert_ids.shape[1])
@@ -65,7 +65,7 @@ def plan_small_kernel(
     rows_per_expert, error_bits,
     NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A CTA places BLOCK pairs. CHUNK: pairs that are counted at a time. Outputs as of `count_sort_small`."""
+    """A CTA places BLOCK pairs. CHUNK: pairs that are counted at a time. The outputs are `count_sort_small`'s."""
     first = tl.program_id(0) * BLOCK
     count = tl.zeros((BLOCK_E,), dtype=tl.int32)  # pairs of each expert
     earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # pairs of each expert before this CTA's
@@ -83,14 +83,14 @@ def plan_small_kernel(
     pair = first + tl.arange(0, BLOCK)
     expert = expert_of_pair(ids, pair, num_pairs, num_experts)
     used = expert < num_experts
-    # As in `place_kernel`: ranks each pair by comparing all pairs of the block, reduced along the first dimension.
+    # As in `place_kernel`, each pair is ranked by comparing all pairs of the block, and the sum is along dimension 0.
     same = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
     row = tl.sum(same.to(tl.int32), axis=0)
     row += tl.gather(end - count + earlier, tl.where(used, expert, 0), axis=0)
     tl.store(row_of_pair + pair, tl.where(used, row, -1), mask=pair < num_pairs)
     tl.store(pair_of_row + row, pair, mask=used)
     tl.store(token_of_row + row, pair // experts_per_token, mask=used)
-    # No pair writes to the rows past R. Each CTA clears those of them that have its pairs' numbers.
+    # No pair writes to the rows past R. Each CTA clears those whose index is the number of one of its pairs.
     unused = (pair >= num_rows) & (pair < num_pairs)
     tl.store(pair_of_row + pair, 0, mask=unused)
     tl.store(token_of_row + pair, 0, mask=unused)

@@ -1,10 +1,10 @@
-"""Token rounding in plain PyTorch: each expert's f rows under top-K become r, a multiple of the tile m.
+"""Token rounding in plain PyTorch: an expert's number of rows, f under top-K, becomes r, a multiple of the tile m.
 
 T tokens · E experts · K experts per token · m tile · f rows of an expert under top-K · r rows it computes
 R_max static row capacity
 
-An expert drops its worst rows or adds the best tokens that did not choose it, fewer than m of them: they are found by a
-threshold from `topk`, without sorting T x E and without host sync.
+An expert drops its worst rows or adds the best tokens that did not choose it, in each case fewer than m. They are found
+by a threshold from `topk`, without sorting T x E values and without host sync.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def round_rows(
     scale: float,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The plan of the rounded rows, and f: token_of_row, pair_of_row, row_of_pair (R_max), pair_start_of_token (T+1),
-    row_start_of_expert (E+1) and pairs_of_expert (E), all int32. A pair's number is its row's.
+    """The plan of the rounded rows: token_of_row, pair_of_row, row_of_pair (R_max), pair_start_of_token (T+1),
+    row_start_of_expert (E+1), and f as pairs_of_expert (E), all int32. A pair has the number of its row.
 
-    all_scores (T, E), expert_ids and kept_scores (T, K), uniform (E,), the draws of the random modes, token_mask (T,),
-    with T >= tile.
+    all_scores (T, E); expert_ids and kept_scores (T, K); uniform (E,), the draws of the random modes; token_mask (T,).
+    T >= tile.
     """
     num_tokens, num_experts = all_scores.shape
     assert num_tokens >= tile, "the caller falls back to top-K"
@@ -44,7 +44,7 @@ def round_rows(
     most = real // tile * tile  # most rows that an expert can have
     down = f // tile * tile
     up = torch.where(f == down, down, down + tile)
-    rounds, fits = most > 0, up <= most  # with fewer real tokens than a tile nothing is rounded
+    rounds, fits = most > 0, up <= most  # if the real tokens are fewer than a tile, nothing is rounded
     limit = tile - 1  # most rows that are dropped or added
     if mode == "nearest_score":
         dropped = _worst(kept, torch.where(rounds, f - down, 0), limit)
@@ -65,9 +65,9 @@ def round_rows(
 def rounds_up(mode: str, f: Tensor, tile: int, uniform: Tensor | None) -> Tensor:
     """(E,) bool: which experts are rounded up, provided that there are tokens for it. f (E,) integers.
 
-    "balance": with z the sum of r - f over the experts before, up iff |up - f + z| < |down - f + z|. That keeps z in
-    [-m/2, m/2); and since every r is a multiple of m, z is the number in there that is congruent, modulo m, to minus
-    the sum of the remainders: so it can be computed by a scan.
+    "balance": let z be the sum of r - f over the experts before; round up iff |up - f + z| < |down - f + z|. This keeps
+    z in [-m/2, m/2). Every r is a multiple of m, so z is congruent, modulo m, to minus the sum of the remainders. These
+    two facts determine z, so a scan can compute it.
     """
     remainder = f % tile
     if mode == "nearest":
@@ -85,7 +85,7 @@ def rounds_up(mode: str, f: Tensor, tile: int, uniform: Tensor | None) -> Tensor
 
 
 def _best(values: Tensor, want: Tensor, limit: int) -> Tensor:
-    """(E, T) bool: the ``want`` (E,) <= ``limit`` largest values of each row, ties to the lower column."""
+    """(E, T) bool: marks the ``want`` (E,) <= ``limit`` largest values of each row, ties to the lower column."""
     threshold = _threshold(values, want, limit, largest=True)
     above, level = values > threshold, values == threshold
     left = want - above.sum(1, dtype=torch.int32)
@@ -93,7 +93,7 @@ def _best(values: Tensor, want: Tensor, limit: int) -> Tensor:
 
 
 def _worst(values: Tensor, want: Tensor, limit: int) -> Tensor:
-    """(E, T) bool: the ``want`` (E,) <= ``limit`` smallest values of each row, ties to the higher column."""
+    """(E, T) bool: marks the ``want`` (E,) <= ``limit`` smallest values of each row, ties to the higher column."""
     threshold = _threshold(values, want, limit, largest=False)
     below, level = values < threshold, values == threshold
     stay = (below | level).sum(1, dtype=torch.int32) - want
@@ -107,7 +107,7 @@ def _threshold(values: Tensor, want: Tensor, limit: int, largest: bool) -> Tenso
 
 
 def _first(marked: Tensor, count: Tensor) -> Tensor:
-    """(E, T) bool: the first ``count`` (E,) of each row's marked columns."""
+    """(E, T) bool: marks the first ``count`` (E,) of each row's marked columns."""
     return marked & (torch.cumsum(marked, 1, dtype=torch.int32) <= count[:, None])
 
 
@@ -115,7 +115,7 @@ def _plan(keep: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     """The plan's tensors from keep (E, T) bool."""
     num_tokens = keep.shape[1]
     row_start, pair_start = _starts(keep.sum(1, dtype=torch.int32)), _starts(keep.sum(0, dtype=torch.int32))
-    # Row-major order of keep sorts the rows by expert. The size is static; padding gets a token that sorts last.
+    # The row-major order of keep sorts rows by expert. The size is static; padding gets a token that sorts last.
     token = torch.nonzero_static(keep, size=capacity, fill_value=num_tokens)[:, 1]
     rows = torch.arange(capacity, dtype=torch.int32, device=keep.device)
     in_use = rows < row_start[-1]
@@ -126,5 +126,5 @@ def _plan(keep: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """The exclusive scan of counts with the total at the end, int32, one element longer."""
+    """The exclusive scan of counts, int32, with the total as an additional last element."""
     return torch.nn.functional.pad(torch.cumsum(counts, 0), (1, 0)).int()

@@ -1,14 +1,14 @@
-"""Token rounding on a GPU, host side: a few small kernels, without sorting T x E, without host sync, and without
-writing anything of size T x E (but bits).
+"""Token rounding on a GPU, host side: a few small kernels, which do not sort T x E values, sync with the host, or
+write anything of size T x E except bits.
 
 T tokens · E experts · K experts per token · m tile · B blocks of TOKENS tokens · R_max static row capacity
 f rows of an expert under top-K · r rows that it computes, a multiple of m
 
-1. `key_kernel`: top-K's choices as bit masks; in each block, the best token of those that did not choose an expert.
+1. `key_kernel`: top-K's choices as bit masks; in each block, for each expert the best token that did not choose it.
 2. `count_kernel`: f of every expert and its pairs in earlier blocks; the last CTA then computes r and the row starts.
 3. `place_kernel`: the list of chosen pairs, sorted by expert.
-4. `margin_kernel`, `round_kernel`, only for "nearest_score": r again, from the scores of the rows in question.
-5. `row_kernel`: one CTA for each expert finds which tokens it drops or adds.
+4. `margin_kernel`, `round_kernel`, only for "nearest_score": r again, from the scores of rows to drop or add.
+5. `row_kernel`: one CTA for each expert finds the tokens that it drops or adds.
 6. `token_kernel`, `pair_kernel`: the positions of all pairs by token, then the contents of pairs and rows.
 """
 
@@ -35,22 +35,22 @@ from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, launch_of, power_of_two
 
 _TOKENS = int(TOKENS)
-MAX_EXPERTS = 4096  # as in the router's selection; `ADDED_PAIR` is above every expert
-_KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # `key_kernel`: logits that a CTA, and one of its threads, has at a time
+MAX_EXPERTS = 4096  # the limit of the router's selection, too; `ADDED_PAIR` is above every expert
+_KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # `key_kernel`: logits that a CTA, and one of its threads, holds at a time
 _WORDS_OF_WARP = 128  # `key_kernel`: words of token_bits that a warp makes at a time
-_COUNTS = (512, 4)  # `count_kernel`: blocks that a CTA loads at a time, and experts that it has
+_COUNTS = (512, 4)  # `count_kernel`: blocks that a CTA loads at a time, and experts per CTA
 _SUMS = 1024  # `token_kernel`: counts of earlier blocks that are loaded at a time
-_BLOCKS = 1024  # so many blocks' best keys of an expert stay in registers
-_ELEMENTS_OF_WARP = 256  # tokens of the found blocks that a warp looks at at a time
-_NEAR = 256  # so many keys of tokens that may be added stay in registers
-_LIST = {4: 1024, 8: 4096}  # warps of a CTA -> so many keys of an expert's chosen pairs stay in registers
-_MANY_EXPERTS = 128  # with more, several experts' CTAs share an SM: their lists are short, and they get 4 warps
+_BLOCKS = 1024  # an expert's best keys of blocks that stay in registers
+_ELEMENTS_OF_WARP = 256  # tokens of the found blocks that a warp examines at a time
+_NEAR = 256  # keys of tokens that may be added, as many as stay in registers
+_LIST = {4: 1024, 8: 4096}  # warps of a CTA -> keys of an expert's chosen pairs that stay in registers
+_MANY_EXPERTS = 128  # with more experts several CTAs share an SM: an expert's list is short, and its CTA gets 4 warps
 _PAIRS = 512  # consecutive pairs per CTA
 _TOKEN_WORDS = 512  # `token_kernel`: words of token_bits per CTA
 
 
 class RoundingSpec(NamedTuple):
-    """The kernels' parameters besides tensors; ``score`` is ``mode`` of `tilemoe.kernels.router.triton.RouterSpec`."""
+    """The kernels' parameters that are not tensors; ``score`` is the router's `RouterSpec.mode`."""
 
     mode: str
     tile: int
@@ -93,8 +93,8 @@ def round_launches(
     token_mask: Tensor | None,
     spec: RoundingSpec,
 ) -> tuple[list[Launch], RoundedRows]:
-    """(launches in order, the tensors that they fill) for logits (T, E) fp32, expert_ids and kept_scores (T, K),
-    uniform (E,), the draws of the random modes, and token_mask (T,), with T >= tile.
+    """(launches in order, the tensors that they fill) for logits (T, E) fp32; expert_ids and kept_scores (T, K);
+    uniform (E,), the draws of the random modes; and token_mask (T,). T >= tile.
     """
     logits, token_mask = logits.contiguous(), contiguous(token_mask)
     (num_tokens, num_experts), num_pairs = logits.shape, expert_ids.numel()
@@ -143,7 +143,7 @@ def _row_launches(known: dict[str, Any], columns: int, spec: RoundingSpec) -> li
         "BLOCK": _LIST[num_warps],
     }
     if spec.mode == "nearest_score":
-        # fp64 sums need registers beside the listed keys, so half as many keys at a time.
+        # fp64 sums need registers besides the listed keys, so half as many keys are held at a time.
         halved = {**search, "BLOCK": _LIST[num_warps] // 2}
         launches.append(_launch(margin_kernel, num_experts, known, halved, num_warps=8))
         launches.append(_launch(round_kernel, 1, known, {"TILE": spec.tile, "BLOCK_E": columns}))
@@ -158,7 +158,7 @@ def _row_launches(known: dict[str, Any], columns: int, spec: RoundingSpec) -> li
 
 
 def _most_blocks(num_tokens: int, spec: RoundingSpec) -> int:
-    """Most blocks that the tokens to add can lie in: fewer than a tile are added."""
+    """The most blocks that tokens to add can be in; fewer than a tile are added."""
     return min(spec.tile, ceil_div(num_tokens, _TOKENS))
 
 
@@ -182,7 +182,7 @@ def _empty_rows(logits: Tensor, spec: RoundingSpec) -> RoundedRows:
 
 
 def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict[str, Tensor | None]:
-    """Buffers by which the kernels pass data on to each other."""
+    """Buffers through which the kernels pass data to each other."""
     num_tokens, num_experts = logits.shape
     num_blocks, num_pairs = ceil_div(num_tokens, _TOKENS), num_tokens * experts_per_token
     found = num_experts * _most_blocks(num_tokens, spec)
@@ -206,7 +206,7 @@ def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict
 
 
 def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[str, Any], num_warps: int = 4) -> Launch:
-    """A launch whose run-time arguments are picked by name from ``known``."""
+    """A launch whose run-time arguments are taken by name from ``known``."""
     args = {name: known[name] for name in kernel.arg_names if name not in constants}
     return Launch(kernel, (programs,), args, constants, num_warps, num_stages=1)
 
@@ -246,7 +246,7 @@ def score_grad_launch(
     pair_start_of_token: Tensor,
     spec: RoundingSpec,
 ) -> Launch:
-    """The launch that computes d_logits (T, E) fp32 from d_scores (R_max,), and from `round_launches`' tensors."""
+    """The launch that computes d_logits (T, E) fp32 from d_scores (R_max,) and the tensors of `round_launches`."""
     (num_tokens, num_experts), k = logits.shape, expert_ids.shape[1]
     columns = min(512, max(32, power_of_two(num_experts)))
     block_t = max(4, 512 // columns)
@@ -260,7 +260,7 @@ def score_grad_launch(
         "BLOCK_T": block_t,
         "BLOCK_E": columns,
         "BLOCK_K": power_of_two(k),
-        "PAIRS": min(16, max(4, 2 * power_of_two(k))),  # pairs that are held in registers: few tokens have more
+        "PAIRS": min(16, max(4, 2 * power_of_two(k))),  # pairs of a token that stay in registers: few tokens have more
         "WHOLE": num_experts <= columns,
     }
     num_warps = 4 if columns == 512 else 2

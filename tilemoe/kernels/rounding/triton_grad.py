@@ -2,7 +2,7 @@
 
 T tokens · E experts · K experts per token · R_max static row capacity
 
-Memory-bound: a CTA takes a block of tokens, reads their logits, and gathers their rows' gradients by pair.
+Memory-bound: a CTA reads the logits of a block of tokens and gathers the gradients of their rows by pair.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -26,13 +26,13 @@ def grad_kernel(
 ):  # fmt: skip
     """d_logits (T, E) from d_scores (R_max).
 
-    S: the score. q: S / (sum of the K chosen S), or the softmax over the K chosen logits, or S itself. The forward's
-    score of a chosen pair is scale * q, of an added one scale * S. With g = d_scores, 0 for a chosen pair that was
-    dropped, and A = sum of g q over the chosen pairs (0 if q = S), the gradient through q is ``scale * q * (g - A)``
-    with respect to log S. The softmax then subtracts S times the sum of all these from every expert of the token.
+    S is the score. q is S / (sum of the K chosen S), the softmax over the K chosen logits, or S itself. The forward's
+    score is scale * q for a chosen pair and scale * S for an added one. Let g = d_scores (0 for a chosen pair that was
+    dropped) and A = sum of g q over the chosen pairs (0 if q = S). Then the gradient through q is
+    ``scale * q * (g - A)`` with respect to log S. The softmax subtracts S times the sum of all these from every expert.
 
     The first PAIRS pairs of a token stay in registers, others are read twice. WHOLE: BLOCK_E covers all experts, and
-    the logits are loaded together with the pairs. All loads are issued before anything is computed.
+    the logits are loaded together with the pairs. All loads are issued before the computation.
     """
     SOFTMAX: tl.constexpr = MODE != "sigmoid"
     LATE: tl.constexpr = MODE == "late softmax"
@@ -81,7 +81,7 @@ def grad_kernel(
         through_chosen += more[0]
         through_added += more[1]
 
-    # What the softmax subtracts from every expert, per unit of its S.
+    # The softmax subtracts common * S from every expert.
     common = tl.zeros((BLOCK_T,), dtype=tl.float32)
     shared = through_chosen if (LATE or NORMALIZE) else tl.zeros((BLOCK_T,), dtype=tl.float32)  # A
     if SOFTMAX:
@@ -95,7 +95,7 @@ def grad_kernel(
                 tile = tl.load(line + left + column[None, :], mask=real[:, None] & valid, other=float("-inf"))
             grad = -score_of_logit(tile, top[:, None], inverse[:, None], SOFTMAX) * common[:, None]
         tl.store(out + left + column[None, :], tl.where(real[:, None], grad, 0.0), mask=inside[:, None] & valid)
-    tl.debug_barrier()  # the same places are overwritten by other threads: chosen experts, then pairs that have a row
+    tl.debug_barrier()  # other threads overwrite the same places: chosen experts first, then pairs that have a row
     slope = 1.0 if SOFTMAX else 1.0 - chosen_score
     grad_chosen = -scale * q * shared[:, None] * slope - chosen_score * common[:, None]
     tl.store(out + ids, grad_chosen, mask=is_k)
@@ -107,7 +107,7 @@ def grad_kernel(
 
 @triton.jit
 def _load_pairs(carried, first, count, start, PAIRS: tl.constexpr):
-    """(tokens, PAIRS) each: expert, whether it was added, its score's gradient, its logit, whether the pair exists."""
+    """(tokens, PAIRS) each: expert, whether it was added, the score's gradient, the logit, whether the pair exists."""
     d_scores, row_of_pair, code_of_pair, line = carried
     index = start + tl.arange(0, PAIRS)[None, :]
     is_pair = index < count[:, None]
@@ -121,7 +121,7 @@ def _load_pairs(carried, first, count, start, PAIRS: tl.constexpr):
 
 @triton.jit
 def _scores_of_pairs(logit, of_token, MODE: tl.constexpr):
-    """(S, q) of pairs, q computed as if all were chosen."""
+    """(S, q) of pairs, with q computed as if all were chosen."""
     top, inverse, high, whole = of_token
     score = score_of_logit(logit, top, inverse, MODE != "sigmoid")
     return score, (tl.exp(logit - high) if MODE == "late softmax" else score) * whole
@@ -138,7 +138,7 @@ def _sums_of_pairs(pairs, of_token, MODE: tl.constexpr):
 
 @triton.jit
 def _store_pairs(out, pairs, of_token, shared, common, scale, MODE: tl.constexpr):
-    """Store the gradient of the logits of pairs that have a row."""
+    """Store the gradient of the logits of those pairs that have a row."""
     expert, is_added, g, logit, is_pair = pairs
     score, q = _scores_of_pairs(logit, of_token, MODE)
     through = tl.where(is_added, g * score, q * (g - shared[:, None]))

@@ -3,12 +3,12 @@
 T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS consecutive tokens
 f rows of an expert under top-K · r rows that it computes · R_max static row capacity
 
-Choices are bit masks, so that a rank among an expert's tokens, or among a token's experts, is a popcount: block_bits
-(B, E), whose bit t says that token t of the block chose the expert; token_bits (T, W, 2), a word whose bit e says that
-the token has expert 32 w + e, and beside it the position of the word's first pair.
+Choices are bit masks, so that a popcount gives the rank among an expert's tokens, or among a token's experts. Bit t of
+block_bits (B, E): token t of the block chose the expert. token_bits (T, W, 2) has a word whose bit e says that the
+token has expert 32 w + e, and the position of the word's first pair.
 
-A key is an int32 that orders as scores do: their bits, since they are not negative. For tokens that did not choose an
-expert only the best key of each block is stored: best (B, E).
+A key is an int32 with the order of the scores: their bits, since scores are not negative. For tokens that did not
+choose an expert only the best key of each block is stored: best (B, E).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -39,11 +39,11 @@ def key_kernel(
     K: tl.constexpr, SOFTMAX: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr,
     WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """norm (T, 2): the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of token_bits;
-    pairs_of_block, real_of_block (B): pairs and unmasked tokens; programs_done is set to 0. One CTA for each block.
+    """Writes norm (T, 2), the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of
+    token_bits; pairs_of_block, real_of_block (B), the pairs and unmasked tokens; programs_done, 0. One CTA per block.
 
     A tile is (LANES, BLOCK_T, CHUNKS, 4), tokens times experts; a thread has four neighbouring experts in every chunk.
-    So with up to 512 experts a warp has all of a token's, and reductions over experts need no shared memory; reductions
+    So with up to 512 experts one warp has all of a token, and reductions over experts need no shared memory. Reductions
     over tokens are done once, at the end of the block.
     """
     block = tl.program_id(0)
@@ -61,7 +61,7 @@ def key_kernel(
         expert_ids, token_mask, token_bits, pairs_of_block, real_of_block, num_tokens, num_experts, num_words,
         tokens_of_block, K, WORDS, WORD_TOKENS,
     )  # fmt: skip
-    for first in range(0, tokens_of_block, BLOCK_T):  # not TOKENS, a constant: unrolled, it takes twice the registers
+    for first in range(0, tokens_of_block, BLOCK_T):  # not TOKENS, a constant: unrolling would double the registers
         token = block * TOKENS + first + inner
         is_left = first + BLOCK_T < tokens_of_block
         following, next_real = _load_tile(logits, token_mask, token + BLOCK_T, expert, num_tokens, num_experts, is_left)
@@ -91,7 +91,7 @@ def key_kernel(
 
 @triton.jit
 def _load_tile(logits, token_mask, token, expert, num_tokens, num_experts, is_left):
-    """(logits of the tokens and experts, whether a token is real); -inf where token or expert does not exist."""
+    """(logits of the tokens and experts, whether a token is real); -inf if the token or expert does not exist."""
     real = (token < num_tokens) & is_left
     if token_mask is not None:
         real &= tl.load(token_mask + token, mask=real, other=0) != 0
@@ -104,7 +104,7 @@ def _store_words(
     expert_ids, token_mask, token_bits, pairs_of_block, real_of_block, num_tokens, num_experts, num_words,
     tokens_of_block, K: tl.constexpr, WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """token_bits of the block's tokens, pairs_of_block and real_of_block."""
+    """Write token_bits of the block's tokens, pairs_of_block and real_of_block."""
     block = tl.program_id(0)
     word = tl.arange(0, WORDS)[None, :]
     pairs = tl.zeros((WORD_TOKENS, WORDS), dtype=tl.int32)
@@ -133,9 +133,8 @@ def count_kernel(
     chosen_start, num_blocks, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """pairs_before (B, E): an expert's pairs in earlier blocks; pairs_of_expert (E), f; num_real, the unmasked tokens.
-
-    The CTA that finishes last then does the rounding, see `_round`.
+    """Writes pairs_before (B, E), an expert's pairs in earlier blocks; pairs_of_expert (E), f; and num_real, the number
+    of unmasked tokens. The CTA that finishes last then does the rounding, see `_round`.
     """
     if tl.program_id(0) == tl.num_programs(0) - 1:
         part = tl.zeros((ROWS,), dtype=tl.int32)
@@ -167,7 +166,7 @@ def round_kernel(
     pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Row starts again, for "nearest_score", which needs `margin_kernel`'s lost and gained. A single CTA."""
+    """Compute the row starts again for "nearest_score", which needs `margin_kernel`'s lost and gained. A single CTA."""
     _round(
         pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
         "nearest_score", TILE, BLOCK_E,
@@ -179,7 +178,7 @@ def _round(
     pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Choose r of each expert by MODE; row_start_of_expert (E+1): the scan of r; chosen_start (E+1): that of f."""
+    """Choose each expert's r by MODE; write row_start_of_expert (E+1), the scan of r, and chosen_start (E+1), of f."""
     expert = tl.arange(0, BLOCK_E)
     valid = expert < num_experts
     f = tl.load(pairs_of_expert + expert, mask=valid, other=0)
@@ -221,7 +220,7 @@ def place_kernel(
     expert_ids, kept_scores, block_bits, pairs_before, chosen_start, list_key, list_token, list_expert, num_pairs,
     num_experts, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """list_key, list_token, list_expert (T * K): the chosen pairs sorted by expert, then by token."""
+    """Write list_key, list_token, list_expert (T * K): the chosen pairs, sorted by expert, then by token."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs
     expert = tl.load(expert_ids + pair, mask=inside, other=-1).to(tl.int32)
@@ -246,9 +245,8 @@ def margin_kernel(
     SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """lost, gained (E) fp64: sums of the scores of rows that rounding f down would drop, and rounding it up would add.
-
-    One CTA for each expert.
+    """Write lost and gained (E) fp64: the sums of the scores of the rows that rounding f down would drop, and that
+    rounding f up would add. One CTA for each expert.
     """
     expert = tl.program_id(0)
     f = tl.load(pairs_of_expert + expert)
@@ -298,8 +296,8 @@ def row_kernel(
     SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """changed (E, TILE): the tokens that the expert drops or adds, in order; for added ones added_row (E, TILE), and
-    token_of_row and scores of these rows. Updates token_bits and pairs_of_block. One CTA for each expert.
+    """Write changed (E, TILE), the tokens that the expert drops or adds, in order; for added ones also added_row (E,
+    TILE), and token_of_row and scores of these rows. Updates token_bits and pairs_of_block. One CTA for each expert.
     """
     expert = tl.program_id(0)
     start = tl.load(row_start_of_expert + expert)
@@ -341,7 +339,7 @@ def _drop(list_key, list_token, f, r, changed, by_token, expert, BLOCK: tl.const
 def _add(
     near, threshold, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Add the tokens above the threshold and the first ``ties`` at it; rows stay in the order of the tokens."""
+    """Add the tokens above the threshold and the first ``ties`` equal to it; rows stay in the order of the tokens."""
     near_key, near_token, count = near
     block_bits, pairs_before = before
     start, added_row, token_of_row, scores = rows
@@ -364,7 +362,7 @@ def _add(
 
 @triton.jit
 def _turn_pairs(by_token, token, expert, by, mask):
-    """Flip the expert's bits of these tokens and add ``by`` to their blocks' numbers of pairs.
+    """Flip the expert's bit of each of these tokens and add ``by`` to the number of pairs of its block.
 
     The atomics are deterministic: integer sums do not depend on order, and each bit is flipped at most once.
     """
@@ -380,7 +378,7 @@ def token_kernel(
     token_bits, pairs_of_block, row_start_of_expert, pair_start_of_token, num_tokens, num_experts, num_words,
     BLOCK_T: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pair_start_of_token (T+1), and in token_bits the position of each word's first pair."""
+    """Write pair_start_of_token (T+1), and in token_bits the position of each word's first pair."""
     first_block = tl.program_id(0) * (BLOCK_T // TOKENS)
     part = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, first_block, BLOCK):
@@ -406,10 +404,10 @@ def pair_kernel(
     pair_of_row, row_of_pair, code_of_pair, scores, capacity, num_experts, num_words,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_of_row, pair_of_row, row_of_pair, code_of_pair (the expert, plus ADDED_PAIR if added) and scores (R_max).
+    """Write token_of_row, pair_of_row, row_of_pair, scores, code_of_pair (expert, plus ADDED_PAIR if added), (R_max).
 
-    A CTA takes BLOCK each of: the chosen pairs, of which it writes the kept ones; the added pairs, whose rows
-    `row_kernel` has written; the rows past R, which are cleared (code_of_pair is not).
+    A CTA handles BLOCK chosen pairs, of which it writes the kept ones; BLOCK added pairs, whose rows `row_kernel` has
+    written; and BLOCK rows past R, which it clears (except code_of_pair).
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     by_pair = (token_bits, num_words, row_of_pair, code_of_pair)
@@ -450,7 +448,7 @@ def _expert_of(chosen_start, row_start_of_expert, expert, mask):
 
 @triton.jit
 def _changes_before(changed, token, more):
-    """(rows added or, negative, dropped before the token; whether it is dropped), by bisecting changed (|more|,)."""
+    """(rows added before the token, or if negative dropped; is the token dropped), by bisecting changed (|more|,)."""
     lowest, highest = tl.zeros_like(token), tl.abs(more)
     most_left = tl.max(highest, axis=0)
     while most_left > 0:

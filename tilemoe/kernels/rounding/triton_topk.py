@@ -1,11 +1,11 @@
-"""Device functions that find which of an expert's tokens are dropped or added, by thresholds instead of sorting.
+"""Device functions that find the tokens that an expert drops or adds, by thresholds instead of sorting.
 
 T tokens · E experts · B blocks of TOKENS tokens · f rows of an expert under top-K · r rows that it computes
-threshold: a key; ties: how many of the keys equal to it are taken, the first ones
+threshold: a key; ties: how many of the keys equal to it are taken, first ones first
 
-The n best tokens that did not choose an expert lie in the n blocks whose best such token is best (of equal ones, the
-first): every other block has n better tokens before it. So only n * TOKENS tokens are examined, whatever the logits
-are. A threshold is found by bisecting the key space: at most 31 times the keys above a candidate are counted.
+The n best tokens that did not choose an expert are in the n blocks whose best such token is best (of equal ones, the
+first): for every other block there are n better tokens. So only n * TOKENS tokens are examined, whatever the logits.
+A threshold is found by bisecting the key space: the keys above a candidate are counted at most 31 times.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 TOKENS = tl.constexpr(32)  # tokens of a block, one per bit of an int32
-OUT = tl.constexpr(-(2**31))  # key of a place without token, or of a token that chose the expert
-OTHERS = tl.constexpr(-(2**31) + 1)  # key of a token that did not = this + S's bits; of one that did, its score's bits
+OUT = tl.constexpr(-(2**31))  # key of a place that has no eligible token
+OTHERS = tl.constexpr(-(2**31) + 1)  # key of a token that did not choose = this + S's bits; that chose: score's bits
 
 
 @triton.jit
 def popcount(bits):
-    """The number of ones of an int32, in the form that compilers turn into a popcount instruction."""
+    """The number of one bits in an int32, in the form that compilers turn into a popcount instruction."""
     v = bits.to(tl.uint32, bitcast=True)
     v = v - ((v >> 1) & 0x55555555)
     v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
@@ -37,22 +37,22 @@ def score_of_logit(logit, top, inverse, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def key_of_other(score):
-    """S >= 0 as an int32 key that orders as S does, below every key of a chosen token; at least OTHERS."""
+    """S >= 0 as an int32 key with the order of S, at least OTHERS and below every key of a chosen token."""
     return (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + OTHERS
 
 
 @triton.jit
 def score_of_other(key):
-    """The inverse of `key_of_other`, of a key that is not OUT."""
+    """The inverse of `key_of_other`, for a key that is not OUT."""
     return (key - OTHERS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def first_of(key, inside, threshold, ties, above, level):
-    """(keep, place, above, level): keys that exceed the threshold or are the first ``ties`` equal to it; list places.
+    """(keep, place, above, level). keep: the keys that exceed the threshold, and the first ``ties`` equal to it;
+    place: their positions in a list.
 
-    above, level: numbers of earlier keys above the threshold and equal to it, before (arguments) and after (results)
-    this part.
+    above, level: numbers of keys above the threshold and equal to it, before this part and (results) after it.
     """
     is_above, is_level = (inside & (key > threshold)).to(tl.int32), (inside & (key == threshold)).to(tl.int32)
     both = is_above + (is_level << 16)  # two scans in one, since there are fewer than 2^15 keys
@@ -76,7 +76,7 @@ def nth_largest(keys, stride, size, want, lowest, BLOCK: tl.constexpr):
     for first in range(BLOCK, size, BLOCK):
         last = tl.maximum(last, tl.max(_load_keys(keys, stride, size, first, BLOCK), axis=0))
     threshold = lowest
-    if size <= BLOCK:  # scores lie close together: starting at the smallest one skips most of the key space
+    if size <= BLOCK:  # scores are close to each other: starting at the smallest skips most of the key space
         threshold = tl.maximum(threshold, tl.min(tl.where(tl.arange(0, BLOCK) < size, held, last), axis=0))
     while threshold < last:
         middle = threshold + (last - threshold + 1) // 2
@@ -116,8 +116,8 @@ def threshold_of_others(
     scored, block_bits, best, space, expert, want, sizes,
     SOFTMAX: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """(threshold, ties, count): candidates near_key, near_token (count,) are written in the order of the tokens; the
-    ``want`` >= 1 best tokens that did not choose the expert are those above the threshold and the first ``ties`` at it.
+    """(threshold, ties, count). Writes candidates near_key, near_token (count,), in the order of the tokens. The
+    ``want`` >= 1 best tokens that did not choose the expert are above the threshold, or the first ``ties`` equal to it.
 
     scored: logits (T, E), norm (T, 2), token_mask (T,) or None. block_bits, best (B, E). space: this CTA's own
     found_blocks, near_key, near_token. sizes: T, B, E.
@@ -143,7 +143,7 @@ def threshold_of_others(
 
 @triton.jit
 def _best_blocks(best, found_blocks, want, num_blocks, num_experts, BLOCK_B: tl.constexpr):
-    """(found, threshold): writes found_blocks (found,): in order, the blocks of the ``want`` largest of best (B,)."""
+    """(found, threshold). Writes found_blocks (found,): in order, the blocks of the ``want`` largest of best (B,)."""
     threshold, ties = nth_largest(best, num_experts, num_blocks, want, tl.full((), OTHERS, dtype=tl.int32), BLOCK_B)
     above, level = 0, 0
     for first in range(0, num_blocks, BLOCK_B):

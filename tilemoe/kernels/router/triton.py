@@ -2,9 +2,9 @@
 
 T tokens · E experts · K experts per token
 
-Memory-bound: every logit is read at most once, and those of the chosen experts once more. A tile is a block of tokens
-times all experts, padded to powers of two. Top-K is K successive arg-maxima over integer keys that order as the scores
-do. Loss sums are per-program partial sums, added by PyTorch in a fixed order, without atomics.
+Memory-bound: every logit is read at most once, and the chosen experts' logits once more. A tile is a block of tokens
+times all experts, padded to powers of two. Top-K is K successive arg-maxima over integer keys with the order of the
+scores. Loss sums are partial sums for each CTA, which PyTorch adds in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tilemoe.runtime.launch import Launch, ceil_div, contiguous, launch_of, powe
 
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 32
-_WARP = 512  # logits per warp: 16 per thread leave registers for what is computed from each
-_ZEROS, _MOST_TOKENS = 4096, 128  # elements and tokens per program where the gradient is zero but for chosen experts
-_PARTIAL_SUMS = 2048  # most programs, and so partial sums, where the losses' sums are taken
+_WARP = 512  # logits per warp: 16 per thread leave registers for the values computed from each
+_ZEROS, _MOST_TOKENS = 4096, 128  # elements and tokens per CTA if the gradient is zero except for chosen experts
+_PARTIAL_SUMS = 2048  # most CTAs, and so partial sums, if the losses' sums are computed
 
 
 class RouterSpec(NamedTuple):
@@ -85,7 +85,7 @@ def select_grad(logits: Tensor, *rest: Any) -> Tensor:
 
 
 def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec) -> Launch:
-    """The launch of `select`, for at least one token; the outputs are among its arguments."""
+    """The launch of `select`, for at least one token; its arguments include the outputs."""
     num_tokens, num_experts = logits.shape
     k, groups = spec.experts_per_token, power_of_two(spec.num_groups)
     group = power_of_two(num_experts // spec.num_groups)
@@ -107,7 +107,7 @@ def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Ten
         "BLOCK_T": block,
         "GROUPS": groups,
         "GROUP": group,
-        # Sorted lists pay off from a few choices on; `chosen` has a column per list, hence K <= columns / 4.
+        # Sorted lists pay off from 4 choices on. `chosen` has one column per list, so K must be <= columns / 4.
         "LISTS": 4 <= k <= columns // 4,
     }
     return launch_of(select_kernel, (num_programs,), args, constants, _num_warps(columns))
@@ -125,11 +125,11 @@ def select_grad_launch(
     """The launch of `select_grad`, for at least one token: d_logits (T, E) fp32 from the gradients of `select`'s scores
     and sums, each None for zeros.
 
-    expert_ids: as returned by `select`, K different experts in [0, E) for each token that is not masked; not checked.
-    Where nothing is normalised over all experts, a logit that was not chosen gets zero, even if others are NaN.
+    expert_ids: from `select`, K different experts in [0, E) for each unmasked token, which is not checked. If nothing
+    is normalised over all experts, a logit that was not chosen gets zero, even if others are NaN.
     """
     num_tokens, num_experts = logits.shape
-    columns = power_of_two(num_experts)  # no padding of groups: which were eligible has no gradient
+    columns = power_of_two(num_experts)  # groups are not padded: eligibility has no gradient
     dense = spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None
     if dense:
         block, num_warps = _tokens_of_block(columns), _num_warps(columns)
@@ -150,7 +150,7 @@ def select_grad_launch(
 
 
 def _constants(num_experts: int, spec: RouterSpec) -> dict[str, Any]:
-    """Constants of both kernels."""
+    """Compile-time constants of both kernels."""
     return {
         "NUM_EXPERTS": num_experts,
         "K": spec.experts_per_token,
@@ -165,5 +165,5 @@ def _tokens_of_block(columns: int) -> int:
 
 
 def _num_warps(columns: int) -> int:
-    """One warp where its registers hold all experts: then the K maxima need no shared memory and no barrier."""
+    """One warp if its registers hold all experts, so that the K maxima need no shared memory and no barrier."""
     return 1 if columns <= 2 * _WARP else min(16, columns // _WARP)

@@ -2,7 +2,8 @@
 
 T tokens · d hidden_size · E experts
 
-A dense GEMM, all operands by TMA, bound by reading dx and writing out once. One tile per CTA, column tiles innermost.
+A dense GEMM that loads all operands by TMA. Its time is that of reading dx and writing out once. One tile per CTA,
+column tiles innermost.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -23,7 +24,7 @@ _LEAST_STEP, _LARGEST_STEP = 16, 64
 
 
 def why_unsupported(d_logits: Tensor, weight: Tensor, dx: Tensor) -> str | None:
-    """Why `input_grad` cannot take these operands, d being a multiple of 8; None if it can."""
+    """Why `input_grad` cannot take these operands, where d is a multiple of 8; None if it can."""
     return None if can_describe_rows(device_of(dx), d_logits, weight, dx) else "TMA does not reach the operands"
 
 
@@ -60,6 +61,6 @@ def input_grad_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, NUM_EXPERTS, BLOCK_K):
         acc = tl.dot(d_logits.load([token, k]), weight.load([k, col]), acc)
-    # dx is loaded after the mainloop: holding it meanwhile would cost more, in occupancy, than this wait does.
+    # dx is loaded after the mainloop: holding it meanwhile would cost more (occupancy) than this wait.
     acc += dx.load([token, col]).to(tl.float32)
     out.store([token, col], acc.to(out.dtype))

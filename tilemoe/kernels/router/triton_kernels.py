@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
-# Special keys. Those of numbers are all above -2^31 + 2^23, which leaves room below for what is no candidate.
-_TAKEN = tl.constexpr(-(2**31))  # chosen already
+# Special keys of experts that are no candidates. Keys of numbers are all above -2^31 + 2^23.
+_TAKEN = tl.constexpr(-(2**31))  # already chosen
 _OUT = tl.constexpr(-(2**31) + 1)  # may not be chosen
 _NAN = tl.constexpr(0x7FC00000)
 _EPSILON = tl.constexpr(1e-20)  # the same as in `tilemoe.routing.topk._total`
@@ -22,7 +22,7 @@ _EPSILON = tl.constexpr(1e-20)  # the same as in `tilemoe.routing.topk._total`
 
 @triton.jit
 def _key(value):
-    """An int32 that orders as the fp32 ``value`` does, with -0 equal to 0 and NaN above everything, as torch.argmax."""
+    """An int32 with the order of the fp32 ``value``; as in torch.argmax, -0 equals 0, and NaN is above everything."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return tl.where(value == value, key, _NAN)
@@ -30,20 +30,20 @@ def _key(value):
 
 @triton.jit
 def _best(key, column, C: tl.constexpr):
-    """(tokens,) the column of each token's largest key (tokens, C); the first of equal ones."""
+    """(tokens,): the column of each token's largest key (tokens, C), the first of equal ones."""
     best = tl.max(key, axis=1)
     return tl.min(tl.where(key == best[:, None], column, C), axis=1)
 
 
 @triton.jit
 def _take_best(key, column, C: tl.constexpr):
-    """``key`` (tokens, C) with each token's largest replaced by _TAKEN."""
+    """``key`` (tokens, C) with each token's largest key replaced by _TAKEN."""
     return tl.where(column == _best(key, column, C)[:, None], _TAKEN, key)
 
 
 @triton.jit
 def _in_order(upper, upper_column, lower, lower_column):
-    """Compare-exchange of (key, column) pairs, larger key first; equal ones stay, so that the sorting is stable."""
+    """Compare-exchange of (key, column) pairs, larger key first. Equal keys are not exchanged: sorting is stable."""
     swap = lower > upper
     return (
         tl.maximum(upper, lower),
@@ -55,7 +55,7 @@ def _in_order(upper, upper_column, lower, lower_column):
 
 @triton.jit
 def _choose(key, K: tl.constexpr):
-    """(tokens, C) whose first K entries are the columns of the K largest keys (tokens, C), best first."""
+    """(tokens, C), with the columns of the K largest of the keys (tokens, C) as first K entries, best first."""
     C: tl.constexpr = key.shape[1]
     column = tl.arange(0, C)[None, :]
     chosen = tl.zeros(key.shape, dtype=tl.int32)
@@ -68,8 +68,8 @@ def _choose(key, K: tl.constexpr):
 
 @triton.jit
 def _choose_from_lists(key, K: tl.constexpr):
-    """As `_choose`, but returns (tokens, C / 4). Each four neighbouring keys, which one thread holds, are sorted into a
-    list first: then each of the K maxima is taken over the heads of the lists only.
+    """`_choose` that returns (tokens, C / 4). First each four neighbouring keys, which one thread holds, are sorted
+    into a list; then each of the K maxima is taken over the heads of the lists only.
     """
     TOKENS: tl.constexpr = key.shape[0]
     LISTS: tl.constexpr = key.shape[1] // 4
@@ -97,7 +97,7 @@ def _choose_from_lists(key, K: tl.constexpr):
 
 @triton.jit
 def _group_worth(key, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(tokens, GROUPS) half the sum of each group's two largest values, from keys (tokens, GROUPS * GROUP)."""
+    """(tokens, GROUPS): half the sum of each group's two largest values, from keys (tokens, GROUPS * GROUP)."""
     tokens: tl.constexpr = key.shape[0]
     flat = tl.reshape(key, (tokens * GROUPS, GROUP))
     column = tl.arange(0, GROUP)[None, :]
@@ -115,7 +115,7 @@ def _value(key):
 
 @triton.jit
 def _eligible(key, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(tokens, GROUPS * GROUP) whether the column is in one of the token's TOP_GROUPS best groups."""
+    """(tokens, GROUPS * GROUP): whether the column is in one of the token's TOP_GROUPS best groups."""
     tokens: tl.constexpr = key.shape[0]
     group = tl.arange(0, GROUPS)[None, :]
     group_key = tl.where(group < NUM_GROUPS, _key(_group_worth(key, GROUPS, GROUP)), _OUT)
@@ -127,7 +127,7 @@ def _eligible(key, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: t
 
 @triton.jit
 def _are_real(first, token_mask, num_tokens, BLOCK_T: tl.constexpr):
-    """(BLOCK_T,) whether there is such a token, and the mask leaves it."""
+    """(BLOCK_T,): whether the token exists and is not masked."""
     token = tl.arange(0, BLOCK_T)
     real = first + token < num_tokens
     if token_mask is not None:
@@ -139,9 +139,9 @@ def _are_real(first, token_mask, num_tokens, BLOCK_T: tl.constexpr):
 def _load_logits(
     logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """(real (BLOCK_T,), logits (BLOCK_T, C)): 0 for a token that is not real, -inf in a column without expert."""
+    """(real (BLOCK_T,), logits (BLOCK_T, C)): 0 for a token that is not real, -inf in a column without an expert."""
     real = _are_real(first, token_mask, num_tokens, BLOCK_T)
-    # A 64-bit offset for the block, 32-bit ones within it.
+    # A 64-bit offset to the block, 32-bit offsets within it.
     start = logits + first.to(tl.int64) * NUM_EXPERTS
     tile = tl.load(start + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert, mask=real[:, None] & valid, other=0.0)
     return real, tl.where(valid, tile, float("-inf"))
@@ -154,7 +154,7 @@ def _sigmoid(logits):
 
 @triton.jit
 def _kept_softmax(logits, chosen):
-    """The softmax over each token's chosen columns, 0 in the others."""
+    """The softmax over each token's chosen columns; 0 in the other columns."""
     kept = tl.where(chosen, logits, float("-inf"))
     weight = tl.where(chosen, tl.exp(logits - tl.max(kept, axis=1)[:, None]), 0.0)
     return weight * (1.0 / tl.sum(weight, axis=1))[:, None]
@@ -213,7 +213,7 @@ def select_kernel(
         place = tl.arange(0, chosen.shape[1])[None, :]
         chosen = (chosen // GROUP) * GROUP_SIZE + chosen % GROUP
         token = first + tl.arange(0, BLOCK_T)[:, None]
-        # The chosen experts' logits are read once more, from cache.
+        # The chosen experts' logits are read again, from cache.
         at = token.to(tl.int64) * NUM_EXPERTS + chosen
         kept = tl.load(logits + at, mask=real[:, None] & (place < K), other=0.0)
         if MODE == "softmax":
@@ -223,7 +223,7 @@ def select_kernel(
         else:
             kept = _kept_softmax(kept, place < K)
         if NORMALIZE and MODE != "late softmax":
-            # IEEE division: with K = 1 the score is exactly 1, and token rounding has no noise to rank by.
+            # IEEE division, so that with K = 1 the score is exactly 1, and token rounding does not rank by noise.
             total_kept = tl.sum(tl.where(place < K, kept, 0.0), axis=1) + _EPSILON
             kept = tl.math.div_rn(kept, tl.broadcast_to(total_kept[:, None], kept.shape))
         if SCALE != 1.0:
@@ -266,9 +266,10 @@ def _dense_grad(
 
 @triton.jit
 def _own_grad(logit, d_score, taken, top, inverse_total, MODE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """(own, shared): the chosen logits' gradient from their own scores, and the sum that mode "softmax" takes from all.
+    """(own, shared): the chosen logits' gradient from their own scores, and a sum; mode "softmax" multiplies it by each
+    logit's probability and subtracts the product from the logit's gradient.
 
-    logit, d_score (tokens, choices), valid where ``taken``; top, inverse_total: as for `_dense_grad`.
+    logit, d_score (tokens, choices) are valid where ``taken``; top, inverse_total: as in `_dense_grad`.
     """
     if MODE == "late softmax":
         kept = _kept_softmax(logit, taken)
@@ -299,7 +300,7 @@ def select_grad_kernel(
     ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``. ``p = u / (sum u + eps)``: ``du = (dp - <dp, p>) / (sum u + eps)``.
     ``u = sigmoid(l)``: ``dl = du * u * (1 - u)``.
 
-    First all experts' entries are written: what comes from sums over all experts, or zero unless DENSE. Then the chosen
+    First all experts' entries are written: the part from sums over all experts, or zero unless DENSE. Then the chosen
     experts' entries are overwritten.
     """
     SOFTMAX: tl.constexpr = DENSE and (MODE != "sigmoid" or d_z_sum is not None)
@@ -346,7 +347,7 @@ def select_grad_kernel(
         if MODE == "softmax":
             common += shared
 
-    # A 64-bit offset for the block, 32-bit ones within it.
+    # A 64-bit offset to the block, 32-bit offsets within it.
     to = d_logits + first.to(tl.int64) * NUM_EXPERTS + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert
     value = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32)
     if DENSE:

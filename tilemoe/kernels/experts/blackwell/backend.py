@@ -2,8 +2,8 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-Compiled and emulated; never run. So nothing is chosen by speed: a call goes to the portable kernel, which computes the
-same, only where its operands demand it.
+The kernels were compiled and emulated, but never run. So nothing is chosen by speed: a call goes to the portable
+kernel, which computes the same, only if its operands require it.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ class BlackwellBackend(HopperBackend):
         return why_not_blackwell_gpu(device, found)
 
     def _is_slower(self, kernel: Kernel, width_in: int, width_out: int) -> bool:
-        return False  # nothing is measured
+        return False  # nothing was measured

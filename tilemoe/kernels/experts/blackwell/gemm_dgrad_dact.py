@@ -3,13 +3,13 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · BM, BN tile
 
-do is gathered as x is by up_proj. A warp of its own loads h, gate and up, a slice of 64 columns of a at a time, into a
-ring of two buffers:
+do is gathered like x in up_proj. A separate warp loads h, gate and up, for one slice of 64 columns of a at a time, into
+a ring of two buffers. Each barrier, who waits for it, and what completes its phase:
 
-h_full (2)    epilogue: TMA's bytes
-h_empty (2)   h's loader: an arrival of the epilogue, once the TMA stores have read the dh that it has written over h
+h_full (2)    the epilogue: TMA's bytes
+h_empty (2)   h's loader: an arrival of the epilogue, once the TMA stores have read the dh that it wrote over h
 
-The epilogue takes a slice in two halves, which keeps a thread's columns in registers.
+The epilogue processes a slice in two halves, so that a thread's columns fit in registers.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -55,8 +55,8 @@ def new_h_ring(dtype: gl.constexpr, GATE_UP: gl.constexpr):
 def h_loader(
     h, tiles, row_tiles, column_tiles, h_ring, BN: gl.constexpr, BAND: gl.constexpr, GATE_UP: gl.constexpr
 ):  # fmt: skip
-    """One warp. h: descriptor of (2, R_max, n) with boxes (2, BM, 64) of concatenated gate and up; else of (R_max, w)
-    with boxes (BM, 64), two of them for each slice if interleaved."""
+    """h's loader, one warp. h: for concatenated gate and up, a descriptor of (2, R_max, n) with boxes (2, BM, 64); else
+    of (R_max, w) with boxes (BM, 64), two for each slice if interleaved."""
     h_smem, h_full, h_empty = h_ring
     BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
     step = 0
@@ -78,7 +78,7 @@ def h_loader(
 def half_grad(
     acc, half: gl.constexpr, first, last, score, limit, alpha, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr
 ):
-    """(da', a), (BM, HALF) each, of half a slice of the accumulator; its h, in ``first`` and ``last``, becomes dh."""
+    """(da', a), (BM, HALF) each, of half a slice of the accumulator. Overwrites h, in ``first`` and ``last``, by dh."""
     da = tmem_load(acc.slice(half * HALF, HALF))
     if GATE_UP == "concatenated":
         gate, up = first.slice(0, BM).slice(half * HALF, HALF, 1), first.slice(BM, BM).slice(half * HALF, HALF, 1)
@@ -98,10 +98,10 @@ def dact_slice(
     acc, dh, a_scaled, score, end, row, column, limit, alpha, h_ring, step, a_smem,
     GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a slice ``acc`` of the accumulator, its h in the stage of ``step``. Returns da' a (BM, HALF) of its
-    left half plus that of its right half, for <da', a>.
+    """The epilogue of a slice ``acc`` of the accumulator, with its h in the stage of ``step``. Returns the products
+    da' a (BM, HALF) of the left half plus those of the right half, for <da', a>.
 
-    Starts the TMA stores of dh and a_scaled, and releases h's stage of the slice before.
+    It starts the TMA stores of dh and a_scaled, and releases h's stage of the slice before.
     """
     h_smem, h_full, h_empty = h_ring
     BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
@@ -110,7 +110,7 @@ def dact_slice(
     first, last = h_smem.index(BLOCKS * stage), h_smem.index(BLOCKS * stage + BLOCKS - 1)
     for half in gl.static_range(2):
         da, a = half_grad(acc, half, first, last, score, limit, alpha, GATE_UP, ACTIVATION)
-        if half == 0:  # behind the stores to shared memory, since ptxas hoists a wait above plain arithmetic
+        if half == 0:  # after the stores to shared memory, since ptxas hoists a wait above plain arithmetic
             tma.store_wait(0)
             mbarrier.arrive(h_empty.index((step + H_STAGES - 1) % H_STAGES), count=1, pred=step > 0)
             products = da * a
@@ -135,7 +135,7 @@ def dact_epilogue(
     dh, a_scaled, s, partial, pair_of_row, capacity, limit, alpha, tiles, row_tiles, column_tiles, accumulators, h_ring,
     a_smem, BN: gl.constexpr, BAND: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue's warps of down_proj_dgrad."""
+    """The epilogue warps of down_proj_dgrad."""
     tile, step = 0, 0
     rows = gl.arange(0, BM, ROW_LAYOUT)
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
@@ -149,7 +149,7 @@ def dact_epilogue(
                 a_smem, GATE_UP, ACTIVATION,
             )  # fmt: skip
         release_accumulator(accumulators, tile)
-        # Columns past n add 0: there the weight, and so da', is 0.
+        # Columns past n add 0, since the weight, and so da', is 0 there.
         ds = gl.sum(sums, axis=1)
         stored = row + gl.arange(0, BM, ds.type.layout)
         gl.store(partial + (col // BN).to(gl.int64) * capacity + stored, ds, mask=stored < end)
@@ -190,7 +190,7 @@ def gemm_dgrad_dact_kernel(
 ):
     """down_proj_dgrad: do (T, d) gathered, weight (E, 1, d, n), s (pairs) in the caller's order, a_scaled (R_max, n).
 
-    h and dh: (2, R_max, n) of concatenated gate and up, else (R_max, w); GATE_UP is "none" where there is no gate.
+    h and dh: (2, R_max, n) if gate and up are concatenated, else (R_max, w); GATE_UP is "none" without a gate.
     partial (column tiles, R_max) fp32: <da', a> over a tile's columns.
     """
     column_tiles = gl.cdiv(n, BN)
@@ -198,7 +198,7 @@ def gemm_dgrad_dact_kernel(
     a_smem = gl.allocate_shared_memory(weight.dtype, [BM, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2))
     accumulators, tiles = new_accumulators(BN), (expert_of_tile, row_of_tile, end_of_tile)
     row_tiles = gl.load(num_tiles)
-    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
+    fence_async_shared()  # a thread has initialised the barriers, at which TMA and tcgen05 arrive
     gl.warp_specialize(
         [
             (dact_epilogue, (dh, a_scaled, s, partial, pair_of_row, capacity, limit, alpha, tiles, row_tiles,

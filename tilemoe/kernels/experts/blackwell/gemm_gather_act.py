@@ -1,10 +1,10 @@
-"""up_proj fused with the activation: ``h = x w1^T + b1, a = act(h)``, its rows gathered by token.
+"""up_proj fused with the activation: ``h = x w1^T + b1, a = act(h)``, with x gathered by token.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BN columns of a tile
 
 Layouts of the weight, of a tile's columns and of h are those of `hopper.gemm_gather_act`; the roles are those of
-`pipeline`. The epilogue takes a tile's accumulator in slices of 64 columns of a, each from one slice of h, or two.
+`pipeline`. The epilogue computes a in slices of 64 columns, each from one or two of the accumulator's slices of h.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -36,7 +36,7 @@ HALF = gl.constexpr(EPILOGUE_N.value // 2)
 
 @gluon.jit
 def store_pairs(descriptor, place, first, second, limit, alpha, staging, count, ACTIVATION: gl.constexpr):
-    """As `store_staged`, of a slice of a that two slices of interleaved gate and up make."""
+    """`store_staged` for a slice of a, computed from two slices of interleaved gate and up."""
     tma.store_wait(1)
     buffer = staging.index(count % 2)
     for i in gl.static_range(2):
@@ -50,7 +50,7 @@ def load_h(
     slices, i, PART: gl.constexpr, bias, expert, stride_bias, col, n,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """The first (PART 0) or the second slice of h that the ``i``-th slice of a tile's a is made of; the bias added."""
+    """The first (PART 0) or second slice of h, with the bias, from which a tile's ``i``-th slice of a is computed."""
     if GATE_UP == "none":
         index, column = i, col + i * EPILOGUE_N
     elif GATE_UP == "interleaved":
@@ -66,7 +66,7 @@ def act_slice(
     slices, i, a, h, bias, stride_bias, expert, row, end, col, n, limit, alpha, staging,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of the ``i``-th slice of a tile's a: add the bias, store h (if KEEP_H) and act(h)."""
+    """The epilogue of a tile's ``i``-th slice of a: add the bias, store h (if KEEP_H) and act(h)."""
     first = load_h(slices, i, 0, bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
     if GATE_UP != "none":
         second = load_h(slices, i, 1, bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
@@ -99,8 +99,8 @@ def act_epilogue(
     BN: gl.constexpr, COLUMNS: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, GATE_UP: gl.constexpr,
     ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue's warps of up_proj."""
-    SLICES: gl.constexpr = BN // EPILOGUE_N if GATE_UP == "none" else BN // EPILOGUE_N // 2  # of a
+    """The epilogue warps of up_proj."""
+    SLICES: gl.constexpr = BN // EPILOGUE_N if GATE_UP == "none" else BN // EPILOGUE_N // 2  # slices of a
     tile = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, COLUMNS, BAND)
@@ -145,7 +145,7 @@ def up_proj_act_kernel(
 ):
     """up_proj: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w), a (R_max, n); KEEP_H: h is written.
 
-    GATE_UP and the shapes that go with it: see `hopper.gemm_gather_act.up_proj_act_kernel`.
+    For GATE_UP and the shapes that depend on it, see `hopper.gemm_gather_act.up_proj_act_kernel`.
     """
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
     width_out = 2 * n if GATE_UP == "interleaved" else n
@@ -154,7 +154,7 @@ def up_proj_act_kernel(
     accumulators, staging = new_accumulators(BN), new_staging(weight.dtype)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     row_tiles = gl.load(num_tiles)
-    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
+    fence_async_shared()  # a thread has initialised the barriers, at which TMA and tcgen05 arrive
     gl.warp_specialize(
         [
             (act_epilogue, (a, h, bias, stride_bias, n, limit, alpha, tiles, row_tiles, column_tiles, accumulators,

@@ -32,7 +32,7 @@ def rows_epilogue(
     out, bias, stride_bias, width_out, tiles, row_tiles, column_tiles, accumulators, staging,
     BN: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """Add the bias, if any, and store."""
+    """The epilogue warps: add the bias, if any, and store."""
     tile = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, BN, BAND)
@@ -71,7 +71,7 @@ def gemm_rows_kernel(
     accumulators, staging = new_accumulators(BN), new_staging(weight.dtype)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     row_tiles = gl.load(num_tiles)
-    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
+    fence_async_shared()  # a thread has initialised the barriers, at which TMA and tcgen05 arrive
     gl.warp_specialize(
         [
             (rows_epilogue, (out, bias, stride_bias, width_out, tiles, row_tiles, column_tiles, accumulators, staging,

@@ -1,11 +1,11 @@
-"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows; A
-is gathered by token.
+"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows,
+with A gathered by token.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous)
 BM x BN tile of (p, q) · BK k-block: rows of the expert per stage
 
-Tiles and their order are those of `hopper.gemm_wgrad`, the roles those of `pipeline`. Neither operand is K-major. Past
-an expert's last row B is zero and A repeats that row. An expert without rows takes no stage; its gradient is zero.
+Tiles and their order are those of `hopper.gemm_wgrad`; the roles are those of `pipeline`. Neither operand is K-major.
+Past an expert's last row B is zero and A repeats that row. An expert without rows takes no stage; its gradient is zero.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -45,9 +45,10 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 def wgrad_producer(
     by_token, stride_token, token_of_row, by_row, sizes, ring, BN: gl.constexpr, ACCESS: gl.constexpr
 ):  # fmt: skip
-    """Producer: stages of BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), 0 past the expert's end.
+    """Producer: fills stages with BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q). Past the
+    expert's last row B is zero.
 
-    A stage of A is two blocks of (BK, EPILOGUE_N). ACCESS: as `pipeline.row_producer`, but not "rows".
+    A stage of A is two blocks of (BK, EPILOGUE_N). ACCESS: as in `pipeline.row_producer`, but not "rows".
     """
     row_start_of_expert, num_experts, p, q = sizes
     a_smem, b_smem, full, _empty = ring
@@ -64,7 +65,7 @@ def wgrad_producer(
         next_token = load_tokens(token_of_row, start, end, rows)
         for k in range(start, end, BK):
             token = next_token
-            next_token = load_tokens(token_of_row, k + BK, end, rows)  # a stage ahead: its latency is hidden
+            next_token = load_tokens(token_of_row, k + BK, end, rows)  # one stage ahead, to hide the latency
             stage = producer_acquire(ring, step)
             mbarrier.expect(full.index(stage), by_row.block_type.nbytes + A_BYTES)
             place = [RAGGED_EXTENT, end, RAGGED_EXTENT - end + k, col]
@@ -85,7 +86,7 @@ def wgrad_producer(
 
 @gluon.jit
 def wgrad_mma(sizes, ring, accumulators, BN: gl.constexpr):
-    """MMA warp of the weight gradients."""
+    """The MMA warp of the weight gradients."""
     row_start_of_expert, num_experts, p, q = sizes
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
     step, tile = 0, 0
@@ -99,7 +100,7 @@ def wgrad_mma(sizes, ring, accumulators, BN: gl.constexpr):
 def store_gradient(out, value, expert, row, col, buffer, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr):
     """Start the TMA store, or reduce-add, of a slice ``value`` (BM, EPILOGUE_N or ADDED_N) of a tile's gradient.
 
-    L2 does the addition: no thread loads, or waits for, the old values.
+    L2 does the addition: no thread loads the old values or waits for them.
     """
     tma.store_wait(1)
     if TRANSPOSED:
@@ -116,7 +117,7 @@ def store_gradient(out, value, expert, row, col, buffer, TRANSPOSED: gl.constexp
 
 @gluon.jit
 def zero_unless(condition, value):
-    """``value`` where a scalar condition holds, else zeros; NaN is no value then."""
+    """``value`` if a scalar condition holds, else zeros, even where value is NaN."""
     LAYOUT: gl.constexpr = value.type.layout
     return gl.where(condition, value, gl.zeros(value.shape, gl.float32, LAYOUT))
 
@@ -125,8 +126,7 @@ def zero_unless(condition, value):
 def wgrad_epilogue(
     out, sizes, accumulators, staging, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr
 ):  # fmt: skip
-    """The epilogue's warps: store or accumulate a tile, transposed if the output is (E, q, p). TMA clips what is past
-    p or q."""
+    """The epilogue warps: store or add a tile, transposed if out is (E, q, p). TMA drops elements past p or q."""
     row_start_of_expert, num_experts, p, q = sizes
     COLUMNS: gl.constexpr = ADDED_N if ADDS else EPILOGUE_N
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
@@ -138,7 +138,7 @@ def wgrad_epilogue(
             value = tmem_load(acc.slice(i * COLUMNS, COLUMNS))
             if i == BN // COLUMNS - 1:
                 release_accumulator(accumulators, tile)
-            value = zero_unless(start < end, value)  # without rows no product has overwritten what was there
+            value = zero_unless(start < end, value)  # without rows no product has overwritten the old accumulator
             store_gradient(out, value, expert, row, col + i * COLUMNS, staging.index(i % 2), TRANSPOSED, ADDS)
         tile += 1  # noqa: SIM113
     tma.store_wait(0)
@@ -164,14 +164,14 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
+    Zeros for an expert without rows. ADDS: the gradient is added to out, which is fp32.
     """
     staged: gl.constexpr = gl.NVMMASharedLayout(128, 32 if ADDS else 16, 2)
     ring = new_ring(by_row, by_row.dtype, STAGES, ACCESS)
     accumulators = new_accumulators(BN)
     staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape[1:], staged)  # noqa: RUF005
     sizes = (row_start_of_expert, num_experts, p, q)
-    fence_async_shared()  # TMA and tcgen05 arrive at the barriers, which a thread has initialised
+    fence_async_shared()  # a thread has initialised the barriers, at which TMA and tcgen05 arrive
     gl.warp_specialize(
         [
             (wgrad_epilogue, (out, sizes, accumulators, staging, BN, TRANSPOSED, ADDS)),

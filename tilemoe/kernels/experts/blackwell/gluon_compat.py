@@ -1,7 +1,7 @@
-"""Gluon functions for tensor memory and gather4 that differ between Triton 3.6 and 3.9, under one name.
+"""One name for each Gluon function for tensor memory and gather4 that differs between Triton 3.6 and 3.9.
 
-tma_gather    TMA gather4: rows of a descriptor's tensor, by their numbers, to shared memory
-tmem_load     all of a view of tensor memory, in registers of the calling warps: a thread has columns of one row
+tma_gather    TMA gather4 of rows of a descriptor's tensor, given by index, to shared memory
+tmem_load     all of a view of tensor memory, to registers of the calling warps: a thread has columns of one row
 tmem_zeros    zeros in the same registers
 tmem_slices   a view (rows, columns) of tensor memory as (columns / WIDTH, rows, WIDTH)
 """
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia import blackwell
 
 tma_gather = blackwell.tma.async_gather
 
-# Triton 3.6 has a function for the registers' layout, later releases a method.
+# For the layout of the registers Triton 3.6 has a function, later releases have a method.
 register_layout: Any = getattr(blackwell, "get_tmem_reg_layout", None)
 _IS_FUNCTION = gl.constexpr(register_layout is not None)
 _memory = blackwell.tensor_memory_descriptor

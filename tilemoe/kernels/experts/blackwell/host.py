@@ -1,6 +1,6 @@
 """Host side of the Blackwell GEMMs: outputs, TMA descriptors, compile-time constants and grid of each launch.
 
-Reads no value back from the device: grids are sized by the capacity of the tile lists.
+No value is read back from the device: grids are sized by the capacity of the tile lists.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -45,7 +45,7 @@ _EPILOGUE_BLOCK = [BLOCK_M, EPILOGUE_N]
 
 
 def tile_of(kernel: Kernel, width_in: int, form: str = "dense") -> TileConfig:
-    """The tile of a GEMM over rows, whatever its contraction ``width_in``; of 16-bit operands, "dense", alone."""
+    """The tile of a row GEMM with 16-bit operands, the only form ("dense"). It does not depend on ``width_in``."""
     assert form == "dense", form
     return TILES[kernel]
 
@@ -53,8 +53,8 @@ def tile_of(kernel: Kernel, width_in: int, form: str = "dense") -> TileConfig:
 def up_proj_act_launch(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool, device: Device
 ) -> tuple[Launch, Tensor, Tensor]:
-    """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E,
-    w), w contiguous."""
+    """up_proj: (launch, a (R_max, n), h (R_max, w)); without ``keep_h`` h is (0, w). w1 (E, w, d) is contiguous along w
+    or d, b1 (E, w) along w."""
     tile, tiles = TILES["up_proj_act"], listed_tiles(plan, BLOCK_M)
     weight = split_parts(w1, spec).transpose(2, 3)
     parts, d, width = weight.shape[1:]
@@ -80,8 +80,8 @@ def up_proj_act_launch(
 def rows_launch(
     kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, device: Device
 ) -> tuple[Launch, Tensor]:
-    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
-    p or q contiguous, plus bias (E, q), q contiguous."""
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)). out is each expert's rows (R_max, p) times its weight (E,
+    p, q), contiguous along p or q, plus bias (E, q), contiguous along q."""
     tile, (p, q), tiles = TILES[kernel], weight.shape[1:], listed_tiles(plan, BLOCK_M)
     out = rows.new_empty(plan.capacity, q)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
@@ -96,10 +96,10 @@ def rows_launch(
 def dgrad_dact_launch(
     do: Tensor, w2: Tensor, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, device: Device
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n), d or
-    n contiguous.
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n) is
+    contiguous along d or n.
 
-    partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
+    partial: each row's <da', a> over the columns of one tile; `score_grad` adds these up.
     """
     tile, (d, n), tiles = TILES["down_proj_dgrad_dact"], w2.shape[1:], listed_tiles(plan, BLOCK_M)
     column_tiles = ceil_div(n, tile.block_n)
@@ -118,7 +118,7 @@ def dgrad_dact_launch(
 def _activation_constants(
     kernel: Kernel, spec: ActivationSpec, k_major: bool, column_tiles: int, contraction: int, access: str
 ) -> dict[str, Any]:
-    """Constants of up_proj and down_proj_dgrad. GATE_UP: "none" where the activation has no gate."""
+    """Compile-time constants of up_proj and down_proj_dgrad. GATE_UP: "none" if the activation has no gate."""
     return {
         "ACTIVATION": spec.name,
         "GATE_UP": gate_up_layout(spec) or "none",
@@ -129,7 +129,7 @@ def _activation_constants(
 
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
-    """The launch that computes ``grad``; p or q of out is contiguous."""
+    """The launch that computes ``grad``; its out is contiguous along p or q."""
     kernel, by_token, by_row, out, adds = grad
     tile, p, q = TILES[kernel], by_token.shape[1], by_row.shape[1]
     source, access = gathered(by_token, device)
@@ -142,10 +142,10 @@ def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
 
 
 def gathered(source: Tensor, device: Device) -> tuple[Any, str]:
-    """(``source`` (T, p) as an operand whose rows are gathered by token, how: ACCESS of `pipeline.row_producer`)."""
+    """(the kernel argument for ``source`` (T, p), its rows gathered by token; ACCESS of `pipeline.row_producer`)."""
     if can_describe(source, device):
         return described(source, [1, BLOCK_K]), "gather"
-    return source, "copy"  # rows that overlap, as those of an expanded vector do
+    return source, "copy"  # rows that overlap, such as those of an expanded vector
 
 
 def blackwell_launch(

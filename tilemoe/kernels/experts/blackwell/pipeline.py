@@ -2,16 +2,16 @@
 
 BM, BN tile · BK k-block (contraction per stage) · S stages
 
-Kernels are persistent and warp-specialised, one CTA for each multiprocessor. A producer fills stages of shared memory
-with A (BM x BK) and B (BK x BN); one warp issues tcgen05.mma on them into one of two accumulators in tensor memory;
-the epilogue's warps read the other. So the epilogue of a tile overlaps the mainloop of the next.
+Kernels are persistent and warp-specialised, with one CTA per SM. A producer fills stages of shared memory with A
+(BM x BK) and B (BK x BN); one warp issues tcgen05.mma on them into one of two accumulators in tensor memory; the
+epilogue warps read the other. So the epilogue of a tile overlaps the mainloop of the next.
 
-Barriers (mbarriers; who waits for a phase, and what ends it):
+Barriers (mbarriers), who waits for each, and what completes its phase:
 
-full (S)       MMA warp: TMA's bytes, and where A comes by cp.async an arrival of the producer (`relay`)
-empty (S)      producer: tcgen05.commit, once the products that read the stage are done
-acc_full (2)   epilogue: tcgen05.commit, once all products of the tile are done
-acc_empty (2)  MMA warp: an arrival of the epilogue, once it has read all of the accumulator
+full (S)       the MMA warp: TMA's bytes, and if A is loaded by cp.async an arrival of the producer (`relay`)
+empty (S)      the producer: tcgen05.commit, once the products that read the stage are done
+acc_full (2)   the epilogue: tcgen05.commit, once all products of the tile are done
+acc_empty (2)  the MMA warp: an arrival of the epilogue, once it has read all of the accumulator
 
 Each role counts its k-blocks in ``step`` and its tiles in ``tile``, from 0: stage step % S, phase step // S % 2;
 accumulator tile % 2, phase tile // 2 % 2. The first wait for an empty stage or accumulator passes at once.
@@ -51,7 +51,7 @@ ACCUMULATORS = gl.constexpr(configs.ACCUMULATORS)
 BM = gl.constexpr(configs.BLOCK_M)
 BK = gl.constexpr(configs.BLOCK_K)
 EPILOGUE_N = gl.constexpr(configs.EPILOGUE_N)
-# Of gather4's row numbers: four in a thread, the same in all lanes of a warp.
+# Layout of gather4's row indices: four per thread, the same in all lanes of a warp.
 GATHER_LAYOUT = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0])))
 
 
@@ -85,11 +85,11 @@ def row_producer(
     source, stride_source, token_of_row, weight, tiles, row_tiles, width_in, width_out, ring,
     COLUMNS: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, ACCESS: gl.constexpr,
 ):  # fmt: skip
-    """Producer of the GEMMs over rows: fills the stages of all tiles of this CTA.
+    """Producer of the row GEMMs: fills the stages of all tiles of this CTA.
 
-    ACCESS says how A comes. "rows": the tile's rows of ``source`` (R_max, width_in), by TMA. Else rows of ``source``
-    (T, width_in) by token: "gather" by TMA's gather4; "copy", where TMA cannot describe them, by cp.async.
-    COLUMNS: of a tile, in each of B's parts.
+    ACCESS: how A is loaded. "rows": the tile's rows of ``source`` (R_max, width_in), by TMA. Else rows of ``source``
+    (T, width_in) are gathered by token: "gather" by TMA's gather4; "copy", if TMA cannot describe them, by cp.async.
+    COLUMNS: a tile's columns in each of B's parts.
     """
     a_smem, _b_smem, full, _empty = ring
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
@@ -127,10 +127,10 @@ def row_producer(
 
 @gluon.jit
 def relay(ring, step):
-    """Commit ``step``'s cp.async group, and arrive at ``full`` of the stage filled S - 1 steps before, now complete.
+    """Commit ``step``'s cp.async group, and arrive at ``full`` of the stage of S - 1 steps before, now complete.
 
-    cp.async completes per thread, not on an mbarrier: hence wait_group, a proxy fence for tcgen05, and the lag, which
-    keeps S - 1 groups in flight.
+    cp.async completes per thread, not on an mbarrier. So each thread calls wait_group and a proxy fence for tcgen05;
+    the lag keeps S - 1 groups in flight.
     """
     _a_smem, _b_smem, full, _empty = ring
     LAG: gl.constexpr = full.shape[0] - 1
@@ -142,7 +142,7 @@ def relay(ring, step):
 
 @gluon.jit
 def relay_rest(ring, step):
-    """After all ``step`` k-blocks: wait for all copies, and arrive for the last S - 1 stages; see `relay`."""
+    """After all ``step`` k-blocks: wait for all copies, and arrive at the last S - 1 stages; see `relay`."""
     _a_smem, _b_smem, full, _empty = ring
     LAG: gl.constexpr = full.shape[0] - 1
     async_copy.wait_group(0)
@@ -156,11 +156,10 @@ def relay_rest(ring, step):
 
 @gluon.jit
 def mma_tile(ring, accumulators, step, steps, tile, BN: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr):
-    """Issue the products of a tile's ``steps`` k-blocks, once the epilogue has released the accumulator. Returns the
-    next step.
+    """Issue a tile's ``steps`` products once the epilogue has released the accumulator. Returns the next step.
 
-    A_K_MAJOR: a stage of a_smem is (BM, BK), else two blocks of (BK, 64). B_K_MAJOR: see `b_operand`. Without steps the
-    accumulator is full of what was there before.
+    A_K_MAJOR: a stage of a_smem is (BM, BK), else two blocks of (BK, 64). B_K_MAJOR: see `b_operand`. With no steps the
+    accumulator keeps its old values.
     """
     a_smem, b_smem, full, empty = ring
     acc, acc_full, acc_empty = accumulators
@@ -185,7 +184,7 @@ def mma_tile(ring, accumulators, step, steps, tile, BN: gl.constexpr, A_K_MAJOR:
 
 @gluon.jit
 def row_mma(row_tiles, column_tiles, width_in, ring, accumulators, BN: gl.constexpr, B_K_MAJOR: gl.constexpr):
-    """MMA warp of the GEMMs over rows."""
+    """The MMA warp of the row GEMMs."""
     step, tile = 0, 0
     for _ in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         step = mma_tile(ring, accumulators, step, gl.cdiv(width_in, BK), tile, BN, True, B_K_MAJOR)
@@ -205,14 +204,14 @@ def wait_accumulator(accumulators, tile):
 
 @gluon.jit
 def release_accumulator(accumulators, tile):
-    """Once all of it has been read."""
+    """Release the accumulator of the ``tile``-th tile to the MMA warp; call it once all of it has been read."""
     _acc, _acc_full, acc_empty = accumulators
     mbarrier.arrive(acc_empty.index(tile % ACCUMULATORS), count=1)
 
 
 @gluon.jit
 def load_slice(slices, index, bias, expert, stride_bias, column, width):
-    """One of an accumulator's slices (BM, EPILOGUE_N), plus ``bias``, if any, from ``column`` on."""
+    """Slice ``index`` (BM, EPILOGUE_N) of an accumulator, plus ``bias``, if any, from ``column`` on."""
     value = tmem_load(slices.index(index))
     if bias is not None:
         # ``// 8 * 8`` tells the compiler that this is a multiple of 8, so that it emits 16-byte loads.
@@ -223,6 +222,7 @@ def load_slice(slices, index, bias, expert, stride_bias, column, width):
 
 @gluon.jit
 def store_staged(descriptor, place, value, staging, count):
-    """Start the ``count``-th TMA store of a tile, through the staging buffer whose turn it is; of an even number."""
+    """Start the ``count``-th TMA store of a tile, through the two staging buffers in turn. A tile must have an even
+    number of stores."""
     tma.store_wait(1)
     store_slice(descriptor, place, value, staging.index(count % 2))

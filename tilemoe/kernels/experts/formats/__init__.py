@@ -1,5 +1,5 @@
-"""The formats of what a GEMM reads, one file each: how an operand is made, stored, sliced, kept and made dense again.
+"""The formats of GEMM operands, one file each: how an operand is quantised, stored, sliced, cached and dequantised.
 
-Plain PyTorch: these files are the reference of a format, and read where there is no Triton. The loads of a format are
-in an architecture's folder, beside the mainloops that call them (`triton/formats/`).
+These files are plain PyTorch: each is its format's reference and also works without Triton. The device code that
+loads a format is in an architecture's folder, beside the mainloops that call it (`triton/formats/`).
 """

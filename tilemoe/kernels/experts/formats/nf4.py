@@ -1,15 +1,15 @@
-"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314), in the bytes of bitsandbytes: for weights that stay frozen.
+"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314), in bitsandbytes' byte layout, for weights that stay frozen.
 
 E experts · p, q a weight's last two dimensions, as stored · m = p q / 64 scales of an expert
 
 ``value = code * absmax``: each 64 neighbours along q of a weight (E, p, q) share absmax, their largest magnitude, in
-fp32; the code is the nearest of 16, the lower one of a tie. A byte holds two neighbours, the first in its high bits.
-bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes in the same order.
+fp32. The code is the nearest of 16 values, the lower one on a tie. A byte holds two neighbours, the first in its high
+bits. bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes in the same order.
 
-With double quantisation (``compress_statistics=True``, of each expert's matrix) absmax is a byte, too: less the
-expert's mean, and in blocks of 256 as they are stored, it is the nearest of 256 values (`nested_values`) times the
-block's largest magnitude. On a CPU bitsandbytes looks the nearest up in a table of 65,536 entries, which near a middle
-gives the other neighbour; so does this file there, and elsewhere finds the nearest.
+Double quantisation (``compress_statistics=True`` for each expert's matrix) stores absmax in a byte, too. The expert's
+mean is subtracted; in blocks of 256, in the order of storage, a scale is then the nearest of 256 values
+(`nested_values`) times the block's largest magnitude. On a CPU bitsandbytes, and so this file, finds the nearest in a
+table of 65,536 entries, which near a middle may give the other neighbour. Elsewhere it is exactly the nearest.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 from tilemoe.kernels.experts.formats.packed import PackedWeight, codes_of
 
 BLOCK = 64
-NESTED_BLOCK = 256  # scales that share a scale
-# Quantiles of the normal distribution, bitsandbytes' numbers.
+NESTED_BLOCK = 256  # scales of blocks that share a scale of their own
+# Quantiles of the normal distribution, with bitsandbytes' digits.
 CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _SMALLEST_SCALE = 1e-38  # smallest divisor, against division by zero
-_CPU_STEPS = 32767.5  # of a unit, in the table that is used on a CPU
+_CPU_STEPS = 32767.5  # steps per unit in the table that is used on a CPU
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Nf4Weight(PackedWeight):
     """A frozen weight (E, p, q) in NF4: codes (E, p, q / 2) uint8 and absmax (E, p, q / 64) fp32, or a transposed view
     of both.
 
-    With double quantisation absmax is uint8, and nested (E, 1 + ceil(m / 256)) fp32: each expert's mean, then the
-    scales of its absmax. It is sliced only by experts then.
+    With double quantisation absmax is uint8, and nested (E, 1 + ceil(m / 256)) fp32 has each expert's mean, then the
+    scales of its absmax. Such a weight can be sliced along experts only.
     """
 
     name = "nf4"
@@ -70,7 +70,7 @@ class Nf4Weight(PackedWeight):
         return Nf4Weight(codes, scales, self.nested)
 
     def __getitem__(self, parts: tuple[slice, ...]) -> Nf4Weight:
-        """A slice for each leading dimension."""
+        """A view; parts has a slice for each leading dimension."""
         if self.nested is None:
             return super().__getitem__(parts)
         assert len(parts) == 1, "blocks of scales run over whole experts: with_whole_scales() comes first"
@@ -100,10 +100,10 @@ def quantize_nf4(weight: Tensor) -> Nf4Weight:
 
 @torch.no_grad()
 def quantize_nf4_double(weight: Tensor) -> Nf4Weight:
-    """``weight`` (E, p, q) as by `quantize_nf4`, its scales quantised, too."""
+    """``weight`` (E, p, q) quantised as in `quantize_nf4`, with its scales quantised, too."""
     found = quantize_nf4(weight)
     scales = found.absmax.flatten(1)
-    mean = torch.stack([each.mean() for each in scales]).unsqueeze(1)  # in the order of sums of one matrix
+    mean = torch.stack([each.mean() for each in scales]).unsqueeze(1)  # sums in the order of a single matrix
     blocks = _nested_blocks(scales - mean)
     largest = blocks.abs().amax(-1)
     scaled = blocks * (1.0 / largest.clamp(min=_SMALLEST_SCALE)).unsqueeze(-1)
@@ -118,7 +118,7 @@ def quantize_nf4_double(weight: Tensor) -> Nf4Weight:
 def nested_values() -> tuple[float, ...]:
     """The 256 values of a quantised scale, ascending: bitsandbytes' dynamic map (arXiv 2110.02861), in fp32.
 
-    In each of seven decades of both signs 1, 2, 4, ... 64 values: the middles of as many equal parts; and 0 and 1.
+    Each sign has seven decades with 1, 2, 4, ... 64 values, the middles of as many equal parts; 0 and 1 are added.
     """
     positive: list[float] = []
     tenth = torch.tensor(0.1).double()
@@ -126,18 +126,18 @@ def nested_values() -> tuple[float, ...]:
         parts = 2**decade
         step = ((1 - tenth).float() / parts).double()
         place = torch.arange(parts + 1, dtype=torch.float64)
-        # From the nearer end, as torch.linspace counts, each bound rounded once.
+        # Each bound is computed from the nearer end, as torch.linspace does, and rounded once.
         bounds = torch.where(place < (parts + 1) // 2, tenth + step * place, 1 - step * (parts - place)).float()
         positive += ((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
     return (*[-value for value in reversed(positive)], 0.0, *positive, 1.0)
 
 
 def _middles(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Between neighbours, in fp32."""
+    """The middles between neighbouring values, in fp32."""
     table = torch.tensor(values, dtype=torch.float32, device=device)
     return (table[:-1] + table[1:]) / 2
 
 
 def _nested_blocks(scales: Tensor) -> Tensor:
-    """(E, m) as (E, ceil(m / 256), 256), zeros past the last."""
+    """Scales (E, m) as (E, ceil(m / 256), 256), padded with zeros."""
     return F.pad(scales, (0, -scales.shape[1] % NESTED_BLOCK)).unflatten(1, (-1, NESTED_BLOCK))

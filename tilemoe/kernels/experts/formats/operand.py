@@ -1,4 +1,4 @@
-"""What a GEMM reads: a tensor, an `Operand` quantised for one GEMM, or a weight that is stored in fewer bits.
+"""The operands of a GEMM: a tensor, an `Operand` quantised for one GEMM, or a weight that is stored in fewer bits.
 
 E experts · p, q an operand's last two dimensions
 """
@@ -20,7 +20,7 @@ class Operand:
     """A quantised GEMM operand: ``value = data * scale``, with one scale for each block of elements.
 
     data (..., p, q) · block (bp, bq), of data's last two dimensions · scale (..., ceil(p / bp), ceil(q / bq)), any
-    float dtype · dtype: of the tensor that was quantised, and of the GEMM's output.
+    float dtype · dtype: that of the tensor before quantisation, and of the GEMM's output.
     """
 
     data: Tensor
@@ -34,18 +34,18 @@ class Operand:
         assert self.scale.shape == (*batch, *blocks), "a scale for each block, the ragged ones, too"
 
     def __getitem__(self, parts: tuple[slice, ...]) -> Operand:
-        """A view, by a slice for each leading dimension; slices of the last two dimensions must be of whole blocks."""
+        """A view; parts has a slice for each leading dimension. The last two dimensions are cut at whole blocks."""
         sizes = (1,) * (self.data.ndim - 2) + self.block
         blocks = tuple(blocks_of(part, size) for part, size in zip(parts, sizes, strict=False))
         return Operand(self.data[parts], self.scale[blocks], self.block, self.dtype)
 
     def transpose(self, first: int, second: int) -> Operand:
-        """The last two dimensions exchanged, of three."""
+        """The operand (E, p, q) with its last two dimensions exchanged."""
         assert {first, second} == {1, 2}, "experts stay first"
         return Operand(self.data.transpose(-2, -1), self.scale.transpose(-2, -1), self.block[::-1], self.dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The values in ``dtype``, for a GEMM without scales: multiplied in the scale's dtype, rounded once."""
+        """The values in ``dtype``: data times scale in the scale's dtype, rounded once."""
         p, q = self.data.shape[-2:]
         scale = self.scale.repeat_interleave(self.block[0], -2)[..., :p, :]
         return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
@@ -61,14 +61,14 @@ WeightOperand: TypeAlias = Tensor | Operand | PackedWeight
 
 
 class Format(Protocol):
-    """A format that tensors are quantised to for a GEMM: a module of this folder in plain PyTorch, and beside the
-    kernels that read it one that makes the same faster. A row of `tilemoe.kernels.experts.table` names the module.
+    """A module that quantises a GEMM's operands to one format. This folder has it in plain PyTorch; a faster one is
+    beside the kernels that read the format. A row of `tilemoe.kernels.experts.table` names the module.
 
-    ``gemm``: one of `tilemoe.kernels.experts.triton.configs.KERNELS`. What is an `Operand` is returned as it is.
+    ``gemm``: one of `tilemoe.kernels.experts.triton.configs.KERNELS`. An `Operand` is returned unchanged.
     """
 
     def why_not(self, dtype: torch.dtype, *widths: int) -> str | None:
-        """Why operands of this dtype, of a layer with these d and n, cannot be made; None if they can."""
+        """Why a layer of this dtype with these d and n cannot be quantised; None if it can."""
 
     def rows_for(self, gemm: str, rows: GemmOperand) -> Operand:
         """x, a, do or dh as the GEMM reads it."""
@@ -77,7 +77,7 @@ class Format(Protocol):
         """w1 or w2 as the GEMM reads it."""
 
     def quantizes_wgrad(self, rows: int, columns: int) -> bool:
-        """Whether a weight gradient of these widths reads the format, or tensors as they are."""
+        """Whether a weight gradient of these widths reads quantised operands."""
 
     def wgrad_operands(self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Any:
-        """x or do, and dh or a_scaled, as the weight gradients of the module's architecture read them."""
+        """(x or do, dh or a_scaled) as the weight gradients of the module's architecture read them."""

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits, two codes a byte and a scale for each block of neighbours: what NF4 and MXFP4 share.
+"""Frozen weights in 4 bits, two codes to a byte and a scale for each block of neighbours: the base of NF4 and MXFP4.
 
 E experts · p, q a weight's last two dimensions
 """
@@ -21,13 +21,13 @@ class PackedWeight(ABC):
     whose blocks run along p.
 
     It is indexed and transposed like the tensor that it stands for (along the blocks only by whole blocks), and can be
-    multiplied in any dtype. A subclass is a dataclass whose fields are the tensors that are stored, experts first.
+    multiplied in any dtype. A subclass is a dataclass; its fields are the stored tensors, with experts as first dim.
     """
 
-    name: ClassVar[str]  # by which `tilemoe.kernels.experts.table.PACKED` knows it
-    block: ClassVar[int]  # values that share a scale
-    values: ClassVar[tuple[float, ...]]  # of the 16 codes
-    high_first: ClassVar[bool]  # whether the first of two neighbours is in a byte's high half
+    name: ClassVar[str]  # the key in `tilemoe.kernels.experts.table.PACKED`
+    block: ClassVar[int]  # number of values that share a scale
+    values: ClassVar[tuple[float, ...]]  # the value of each of the 16 codes
+    high_first: ClassVar[bool]  # whether a byte's high half holds the first of its two neighbours
 
     codes: Tensor
 
@@ -39,19 +39,19 @@ class PackedWeight(ABC):
     @property
     @abstractmethod
     def scales(self) -> Tensor:
-        """As stored: one for each block."""
+        """The scales as they are stored, one for each block."""
 
     @abstractmethod
     def factors(self) -> Tensor:
-        """The scales (E, p, q / block), or their transposed view, as fp32 factors."""
+        """The scales (E, p, q / block), or their transposed view, converted to fp32 factors."""
 
     @abstractmethod
     def _view(self: Self, codes: Tensor, scales: Tensor) -> Self:
-        """Views of its codes and scales as a weight."""
+        """A weight of the same class from views of this one's codes and scales."""
 
     @classmethod
     def why_not(cls, hidden_size: int, intermediate_size: int) -> str | None:
-        """Why experts of these widths cannot be stored so, naming the width and the fix; None if they can."""
+        """Why experts of these widths cannot be stored in this format, with the fix; None if they can."""
         for name, width in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if width % cls.block:
                 of = f"{cls.block}, the block of {cls.name.upper()}"
@@ -60,12 +60,12 @@ class PackedWeight(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by name: the codes first, then the scales."""
+        """The stored tensors by name: the codes first, then the scales."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_whole_scales(self: Self) -> Self:
-        """The same weight with a scale for each block that is read alone, as a slice or a kernel needs it."""
+        """The same weight, its scales not quantised themselves, so that slices and kernels can read them by block."""
         return self
 
     @property
@@ -79,22 +79,22 @@ class PackedWeight(ABC):
         return torch.Size((experts, p, 2 * q) if self.blocked == 2 else (experts, 2 * p, q))
 
     def transpose(self: Self, first: int, second: int) -> Self:
-        """The last two dimensions exchanged."""
+        """The weight with its last two dimensions exchanged."""
         assert {first, second} == {1, 2}, "experts stay first"
         return self._view(self.codes.transpose(1, 2), self.scales.transpose(1, 2))
 
     def __getitem__(self: Self, parts: tuple[slice, ...]) -> Self:
-        """A slice for each leading dimension."""
+        """A view; parts has a slice for each leading dimension."""
         return self._view(self.codes[self._scaled(parts, 2)], self.scales[self._scaled(parts, self.block)])
 
     def _scaled(self, parts: tuple[slice, ...], values: int) -> tuple[slice, ...]:
-        """``parts``, in units of elements that each hold ``values`` values along the blocks."""
+        """``parts`` for a tensor whose elements each hold ``values`` values along the blocks."""
         if len(parts) <= self.blocked:
             return parts
         return (*parts[: self.blocked], blocks_of(parts[self.blocked], values), *parts[self.blocked + 1 :])
 
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
-        """An expert's matrix (p, q): values times factors in fp32, rounded once to ``dtype``."""
+        """The dense matrix (p, q) of one expert: values times factors in fp32, rounded once to ``dtype``."""
         one = self[index : index + 1,]
         codes, factors = one.codes[0], one.factors()[0]
         if self.blocked == 1:
@@ -110,12 +110,12 @@ Weight: TypeAlias = Tensor | PackedWeight
 
 
 def codes_of(nibbles: Tensor, high_first: bool) -> Tensor:
-    """Bytes (..., q / 2) of codes (..., q) uint8, below 16."""
+    """Codes (..., q) uint8, each below 16, packed to bytes (..., q / 2)."""
     first, second = nibbles[..., ::2], nibbles[..., 1::2]
     return first << 4 | second if high_first else second << 4 | first
 
 
 def blocks_of(part: slice, size: int) -> slice:
-    """``part``, in units of blocks of ``size``."""
+    """``part`` with its bounds counted in blocks of ``size``."""
     start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
     return slice(start, stop)

@@ -2,15 +2,15 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-16-bit operands: each call is decided by them. fp32, widths for which `why_slower` says why, and strides that TMA cannot
-describe go to the portable kernel (`super()`), which computes the same.
+16-bit operands: each call looks at its operands. fp32, widths for which `why_slower` has a reason, and strides that TMA
+cannot describe go to the portable kernel (`super()`), which computes the same.
 
-FP8 operands: all GEMMs but narrow layers' weight gradients. x and do are quantised once per token (not per row) in each
-operator that reads them, a in up_proj's epilogue, dh for up_proj_dgrad and again for up_proj_wgrad; weights are kept
-(`formats.fp8.kept`). A weight gradient that TMA cannot describe, a buffer not aligned to 16 bytes, is left to the
-portable kernel, which reads unquantised operands.
+FP8 operands: all GEMMs except narrow layers' weight gradients. x and do are quantised once per token (not per row) in
+each operator that reads them, a in up_proj's epilogue, dh for up_proj_dgrad and again for up_proj_wgrad. Quantised
+weights are cached (`formats.fp8.kept`). If TMA cannot describe a weight gradient, because its buffer is not aligned to
+16 bytes, the GEMM reads unquantised operands.
 
-Another architecture's kernels for 16-bit operands are called in the same way: see `HopperBackend._host`.
+A subclass for another architecture sets `HopperBackend._host` to the module with its launches of 16-bit operands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HopperBackend(TritonBackend):
     name = "hopper"
     batch_invariance = "yes on an H200, bf16 and fp16"
     packed = MappingProxyType({"nf4": "yes on an H100, bf16", "mxfp4": "yes on an H200, bf16"})
-    _host: ClassVar[ModuleType] = host  # has the launches
+    _host: ClassVar[ModuleType] = host  # the module with the launches
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         why = super().why_unsupported(device, dtype, widths) or self._why_not_device(device, gpu_of(device))
@@ -83,7 +83,7 @@ class HopperBackend(TritonBackend):
         else:
             d, n = x.shape[1], w1.shape[1] // spec.width_factor
             following = self._device("down_proj", x, plan, n, d)
-            if following is not None:  # one launch lists the tiles of both projections, whichever kernels they take
+            if following is not None:  # one launch lists the tiles of both projections, whichever kernels they use
                 listed_tiles(plan, tile_rows(x.element_size(), following), self._host.tile_of("down_proj", n).block_m)
             device = self._device("up_proj_act", x, plan, d, n)
             parts = split_parts(w1, spec).transpose(2, 3)
@@ -131,9 +131,10 @@ class HopperBackend(TritonBackend):
             self._host.wgrad_launch(grad, plan, device).run()
 
     def _device(self, kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, width_out: int) -> Device | None:
-        """The device of ``rows`` if the kernel here supports their dtype and widths, is faster and has rows; else None.
+        """The device of ``rows`` if this backend's kernel supports their dtype and widths and is not slower than the
+        portable one, and there are rows; else None.
 
-        ValueError on a GPU, or with a Triton, that these kernels do not run on.
+        ValueError: these kernels do not run on this GPU, or with this release of Triton.
         """
         device = self._supported_device(rows)
         if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
@@ -141,7 +142,7 @@ class HopperBackend(TritonBackend):
         return None if self._is_slower(kernel, width_in, width_out) else device
 
     def _quantized_device(self, rows: Tensor) -> Device:
-        """The device of ``rows``. ValueError if the kernels with quantised operands do not support it or the dtype."""
+        """The device of ``rows``. ValueError: the kernels with quantised operands do not support it or the dtype."""
         return self._supported_device(rows, _why_not_dtype(rows.dtype))
 
     def _supported_device(self, rows: Tensor, why_not_rows: str | None = None) -> Device:
@@ -152,7 +153,7 @@ class HopperBackend(TritonBackend):
         return device
 
     def _why_not_device(self, device: torch.device, found: Device) -> str | None:
-        """Why these kernels do not run on a GPU, of which ``found`` is known."""
+        """Why these kernels do not run on ``device``, described by ``found``; None if they do."""
         return configs.why_unsupported(found, triton.__version__)
 
     def _is_slower(self, kernel: Kernel, width_in: int, width_out: int) -> bool:
@@ -164,5 +165,5 @@ def _why_not_dtype(dtype: torch.dtype) -> str | None:
 
 
 def describable_weight(weight: Tensor, device: Device) -> bool:
-    """Whether a TMA descriptor can be made of a weight (E, ..., in, out), with in or out contiguous."""
+    """Whether TMA can describe a weight (E, ..., in, out): in or out is contiguous, and the strides are aligned."""
     return can_describe(weight, device) or can_describe(weight.transpose(-2, -1), device)

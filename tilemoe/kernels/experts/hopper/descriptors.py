@@ -25,7 +25,7 @@ def described(t: Tensor, block: list[int]) -> TensorDescriptor:
 def weight_descriptor(weight: Tensor, columns: int) -> tuple[TensorDescriptor, bool]:
     """(descriptor of a weight (E, parts, in, out) with boxes of BLOCK_K by ``columns`` of each part, is it K-major).
 
-    K-major: ``in``, the contraction, is contiguous; else ``out`` must be.
+    K-major: ``in``, the contraction, is contiguous. Otherwise ``out`` must be.
     """
     parts = weight.shape[1]
     if weight.stride(2) == 1:
@@ -34,7 +34,7 @@ def weight_descriptor(weight: Tensor, columns: int) -> tuple[TensorDescriptor, b
 
 
 def gradient_descriptor(out: Tensor, rows: int, adds: bool) -> tuple[TensorDescriptor, bool]:
-    """(descriptor of a gradient (E, p, q), p or q contiguous, to store or add slices of ``rows``; is it transposed)."""
+    """(descriptor of a gradient (E, p, q) to store or add slices of ``rows``, is it transposed); p or q contiguous."""
     block = [rows, ADDED_N if adds else EPILOGUE_N]
     if is_column_major(out):
         return described(out.transpose(1, 2), [1, *block[::-1]]), True
@@ -42,10 +42,10 @@ def gradient_descriptor(out: Tensor, rows: int, adds: bool) -> tuple[TensorDescr
 
 
 def ragged_descriptor(rows: Tensor, block: list[int], rows_at: int = 0) -> TensorDescriptor:
-    """As `triton.tools.ragged_tma.create_ragged_descriptor`, whose descriptor Gluon does not accept.
+    """Like `triton.tools.ragged_tma.create_ragged_descriptor`, whose descriptor Gluon does not accept.
 
     Rows are dimension ``rows_at``. Two extra leading dimensions, whose strides cancel modulo 2^64, let the coordinates
-    move TMA's bounds check on rows to an expert's last row: past it loads give zeros, and stores write nothing.
+    move TMA's bounds check to an expert's last row: loads past it give zeros, and stores write nothing.
     """
     stride = rows.stride(rows_at)
     shape = [0x7FFF0000, 0x7FFF0000, *rows.shape]
@@ -57,7 +57,7 @@ def ragged_descriptor(rows: Tensor, block: list[int], rows_at: int = 0) -> Tenso
 
 
 def h_output(h: Tensor, parts: int, n: int, rows: int) -> TensorDescriptor:
-    """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts, to store ``rows``."""
+    """A ragged descriptor to store ``rows`` of h (R_max, w), viewed as (R_max, 2, n) if gate and up are two parts."""
     if parts == 2:
         return ragged_descriptor(h.unflatten(1, (2, n)), [rows, 1, EPILOGUE_N])
     return ragged_descriptor(h, [rows, EPILOGUE_N])
@@ -66,8 +66,7 @@ def h_output(h: Tensor, parts: int, n: int, rows: int) -> TensorDescriptor:
 def h_descriptors(
     h: Tensor, dh: Tensor, n: int, spec: ActivationSpec, rows: int
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """(descriptor that down_proj_dgrad reads h by, ragged one that it writes dh by); concatenated gate and up: one box
-    of both."""
+    """(descriptor to read h in down_proj_dgrad, ragged one to write dh); concatenated gate and up share a box."""
     block = [rows, EPILOGUE_N]
     if gate_up_layout(spec) != "concatenated":
         return described(h, block), ragged_descriptor(dh, block)

@@ -2,12 +2,13 @@
 
 E experts · R_max static row capacity · BM, BN tile · S stages
 
-The producer, dynamic scheduler and tile order of up_proj (`gemm_gather_act`), and a mainloop of `pipeline` or `scales`.
+It uses up_proj's producer, dynamic scheduler and tile order (`gemm_gather_act`), and a mainloop of `pipeline` or
+`scales`.
 
-Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: rows
-(R_max, in / 2), weight descriptor (E, 1, out, in / 2). Scales are fp32. SCALES "rows" (up_proj_dgrad): one for each row
-of A and each output column of the weight, (R_max, 1) and (E, out, 1). SCALES "blocks" (down_proj): (R_max, in / 128)
-and (E, out / 128, in / 128), the latter with the strides given. The output descriptor is ragged.
+Operands are e4m3, contiguous along the contraction, and viewed as half as many elements of the layer's 16-bit dtype:
+rows (R_max, in / 2), weight descriptor (E, 1, out, in / 2). Scales are fp32. SCALES "rows" (up_proj_dgrad): one for
+each row of A and each output column of the weight, (R_max, 1) and (E, out, 1). SCALES "blocks" (down_proj): (R_max,
+in / 128) and (E, out / 128, in / 128), the latter with given strides. The output descriptor is ragged.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -49,8 +50,8 @@ def rows_consumer(
     out, bias, stride_bias, row_scale, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
     ring, scale_smem, tile_info, staging, CONSUMER: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of down_proj and up_proj_dgrad. Epilogue: scale (SCALES "rows"), add the bias, store. scale_smem: see
-    the kernel."""
+    """Consumer of down_proj and up_proj_dgrad. The epilogue scales (SCALES "rows"), adds the bias and stores.
+    scale_smem: see the kernel."""
     steps = width_in // BK
     step = 0
     expert, row, end, col = receive_tile(ring, tile_info, step)
@@ -104,19 +105,19 @@ def gemm_cooperative_kernel(
 ):
     """down_proj and up_proj_dgrad: rows (R_max, width_in), weight (E, 1, width_out, width_in), bias (E, width_out).
 
-    out (R_max, width_out). width_in counts elements of 16 bits: half the contraction's length.
+    out (R_max, width_out). width_in counts 16-bit elements: it is half the contraction's length.
     """
     ring = new_ring(weight, out.dtype, STAGES)
     staging = new_staging(out.dtype)
     if SCALES == "rows":
         scale_smem = new_column_smem(BN)
         row_scale: gl.constexpr = None
-    else:  # the row scales of each stage, beside its A
+    else:  # each stage has its rows' scales beside A
         scale_smem = new_row_smem(STAGES, BM)
         row_scale = (rows_scale, scale_smem)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
-    row_tiles = gl.load(num_tiles)  # here: a pointer more would be spilled in a partition
+    row_tiles = gl.load(num_tiles)  # read here: one more pointer would spill in a partition
     gl.warp_specialize(
         [
             (rows_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,

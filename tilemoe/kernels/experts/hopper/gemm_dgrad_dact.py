@@ -3,14 +3,14 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · BM, BN tile · S stages
 
-Cooperative, with the producer, dynamic scheduler and tile order of up_proj (`gemm_gather_act`): do gathered by
-cp.async, w2 by TMA. The epilogue has no buffers of its own but uses stages of the pipeline. For each slice of 64
-columns the producer loads h (gate and up) into B's buffer of one more stage; the consumer overwrites that with dh, and
-A's buffer with a_scaled, and starts TMA stores of both. It releases the stage one slice later, when the stores have
-read it (a pending release); a tile's last one during the next tile's first wgmma. So neither h's loads nor the stores
-are exposed.
+Cooperative, with up_proj's producer, dynamic scheduler and tile order (`gemm_gather_act`): do is gathered by cp.async,
+w2 loaded by TMA. The epilogue has no buffers of its own: it uses the pipeline's stages. For each slice of 64 columns
+the producer loads h (gate and up) into B's buffer of one more stage. The consumer overwrites h with dh, and A's buffer
+with a_scaled, and starts TMA stores of both. It releases the stage one slice later, when the stores have read it (a
+pending release); a tile's last stage is released during the next tile's first wgmma. So the latency of h's loads and
+of the stores is hidden.
 
-Of FP8 operands (SCALES "rows") do_scale is (T, 1) and weight_scale (E, n, 1); do and the weight are seen as in
+With FP8 operands (SCALES "rows") do_scale is (T, 1) and weight_scale is (E, n, 1); do and the weight are viewed as in
 `gemm_gather_act`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,13 +54,13 @@ from tilemoe.kernels.experts.triton.activations import gated_grad, inner
 
 @gluon.jit
 def concatenated_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a of a slice, concatenated gate and up; da: da' (64, EPILOGUE_N).
+    """Returns a (64, EPILOGUE_N) of a slice of concatenated gate and up; da: da' (64, EPILOGUE_N).
 
-    buffer (128, EPILOGUE_N): gate above up, overwritten with their gradients.
+    buffer (128, EPILOGUE_N): gate above up; both are overwritten with their gradients.
     """
     gate_buffer, up_buffer = buffer.slice(0, WARPGROUP_M), buffer.slice(WARPGROUP_M, WARPGROUP_M)
     if ACTIVATION == "swiglu_oai" or ACTIVATION == "swiglu_clamped":
-        # Half of the columns at a time: the clamps' masks leave too few registers for the whole slice.
+        # Half of the columns at a time: the clamps' masks leave too few registers for a whole slice.
         HALF: gl.constexpr = EPILOGUE_N // 2
         left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
         left_gate, left_up = gate_buffer.slice(0, HALF, 1), up_buffer.slice(0, HALF, 1)
@@ -75,7 +75,7 @@ def concatenated_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr)
 
 @gluon.jit
 def gate_up_grad(gate_buffer, up_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a of some columns of a slice; gate and up, in a buffer each, are overwritten with their gradients."""
+    """Returns a of some columns of a slice; gate and up, in a buffer each, are overwritten with their gradients."""
     gate = gate_buffer.load(da.type.layout).to(gl.float32)
     up = up_buffer.load(da.type.layout).to(gl.float32)
     scale = gl.convert_layout(score, gl.SliceLayout(1, da.type.layout))
@@ -87,7 +87,7 @@ def gate_up_grad(gate_buffer, up_buffer, da, score, limit, alpha, ACTIVATION: gl
 
 @gluon.jit
 def joined(left, right, like):
-    """(64, EPILOGUE_N) from its left and right half, in the layout of ``like``: inverts `halves`; no data moves."""
+    """The inverse of `halves`: (64, EPILOGUE_N) from its two halves, in the layout of ``like``. No data moves."""
     return gl.convert_layout(
         gl.join(left, right).permute([0, 2, 1]).reshape([WARPGROUP_M, EPILOGUE_N]), like.type.layout
     )
@@ -95,7 +95,7 @@ def joined(left, right, like):
 
 @gluon.jit
 def interleaved_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """As `concatenated_grad`, gate and up interleaved: a buffer (64, EPILOGUE_N) of pairs for each half of a slice."""
+    """`concatenated_grad` for interleaved gate and up: each half of a slice has a buffer (64, EPILOGUE_N) of pairs."""
     left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
     left_a = interleaved_half_grad(left_buffer, left, score, limit, alpha, ACTIVATION)
     right_a = interleaved_half_grad(right_buffer, right, score, limit, alpha, ACTIVATION)
@@ -104,7 +104,7 @@ def interleaved_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVAT
 
 @gluon.jit
 def interleaved_half_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a of half a slice, da' (M, EPILOGUE_N / 2); ``buffer``'s pairs of gate and up are overwritten with gradients."""
+    """Returns a of half a slice, da' (M, EPILOGUE_N / 2); ``buffer``'s pairs of gate and up become their gradients."""
     both: gl.constexpr = gl.join(da, da).reshape([da.shape[0], EPILOGUE_N]).type.layout
     gate, up = deinterleave(buffer.load(both), EPILOGUE_N)
     gate = gl.convert_layout(gate.to(gl.float32), da.type.layout)
@@ -120,10 +120,9 @@ def dact_slice(
     da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, index,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of slice ``index``: da' (64, EPILOGUE_N), its h in the stage of ``step``; returns <da', a> (64).
+    """The epilogue of slice ``index``, da' (64, EPILOGUE_N), with h in the stage of ``step``; returns <da', a> (64).
 
-    Starts the TMA stores of dh and a_scaled, and releases the stage of the slice before. col: the slice's first column
-    of a.
+    It starts the TMA stores of dh and a_scaled, and releases the stage of the slice before. col: the first column of a.
     """
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
@@ -139,13 +138,13 @@ def dact_slice(
     else:
         a, slope = inner(buffer.load(da.type.layout).to(gl.float32), ACTIVATION, False)
         buffer.store((da * score[:, None] * slope).to(dh.dtype))
-    # Behind the stores to shared memory, since ptxas hoists a wait above plain arithmetic, which would then start late.
+    # The wait follows the stores to shared memory: ptxas hoists a wait above plain arithmetic, which would start late.
     tma.store_wait(0)
     consumer_release_previous(ring, step, index > 0)
-    # Columns past n add 0: there the weight, and so da', is 0. Summed here, it spills the fewest registers.
+    # Columns past n add 0, since the weight, and so da', is 0 there. Summing here spills the fewest registers.
     ds = gl.sum(da * a, axis=1)
-    # a_scaled is written last: the compiler puts a barrier between the fence and the first TMA store only if that
-    # store's own buffer has been written since the barrier before.
+    # a_scaled is written last: the compiler puts a barrier between the fence and the first TMA store only if this
+    # store's own buffer has been written since the previous barrier.
     a_buffer.store((a * score[:, None]).to(dh.dtype))
     last = RAGGED_EXTENT - end + row
     fence_async_shared()
@@ -164,7 +163,7 @@ def dact_slices(
     slices, score, dh, a_scaled, end, row, col, limit, alpha, ring, step,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile: <da', a> (64), summed over four slices of da' from left to right; see `dact_slice`."""
+    """The epilogue of a tile, see `dact_slice`: returns <da', a> (64), summed over four slices from left to right."""
     of_slice: gl.constexpr = gl.SliceLayout(1, slices[0].type.layout)
     scale = gl.convert_layout(score, of_slice)
     ds = gl.zeros([WARPGROUP_M], gl.float32, of_slice)
@@ -192,8 +191,7 @@ def dact_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     ROLLED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of down_proj_dgrad. pairs (S, BM): pair_of_row of the tile's rows, in its first stage. partial: see the
-    kernel."""
+    """Consumer of down_proj_dgrad. pairs (S, BM): a tile's pair_of_row, in its first stage. partial: see the kernel."""
     steps = gl.cdiv(d, BK) if SCALES == "none" else d // BK
     step, pending_release = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, zero_accumulator(BN, SCALES).type.layout)
@@ -268,7 +266,7 @@ def gemm_dgrad_dact_kernel(
 ):
     """down_proj_dgrad: do (T, d) gathered, weight (E, d, n), s (pairs) in the caller's order, a_scaled (R_max, n).
 
-    h and dh: (2, R_max, n) of concatenated gate and up, else (R_max, w); GATE_UP is "none" where there is no gate.
+    h and dh: (2, R_max, n) if gate and up are concatenated, else (R_max, w); GATE_UP is "none" without a gate.
     partial (column tiles, R_max) fp32: <da', a> over a tile's columns. ROLLED: the epilogue is a loop over slices.
     """
     ring = new_ring(weight, do.dtype.element_ty, STAGES)
@@ -279,7 +277,7 @@ def gemm_dgrad_dact_kernel(
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
-    row_tiles = gl.load(num_tiles)  # here: a pointer more would be spilled in a partition
+    row_tiles = gl.load(num_tiles)  # read here: one more pointer would spill in a partition
     gl.warp_specialize(
         [
             (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, d, n,

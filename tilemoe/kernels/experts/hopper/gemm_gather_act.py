@@ -1,15 +1,16 @@
 """up_proj fused with the activation: ``h = x w1^T + b1, a = act(h)``; and the producer that down_proj_dgrad shares.
 
-A grouped GEMM: row r of A is x's row token_of_row[r], gathered by the producer warp group's cp.async; B is the expert's
-weight, by TMA. Two cooperative consumer warp groups (see `pipeline`) add the bias, compute the activation and store h,
-where it is kept, and a by TMA. Persistent, with a dynamic scheduler; column tiles are walked innermost, so that
-neighbouring CTAs share gathered rows, and wide outputs in bands of columns, to read weights from L2 (`tile_place`).
+A grouped GEMM: row r of A is row token_of_row[r] of x, which the producer warp group gathers by cp.async; B is the
+expert's weight, loaded by TMA. Two cooperative consumer warp groups (see `pipeline`) add the bias, compute the
+activation, and store a, and h if it is kept, by TMA. The kernel is persistent with a dynamic scheduler. Column tiles
+are innermost, so that neighbouring CTAs share gathered rows; wide outputs are walked in bands of columns, to read
+weights from L2 (`tile_place`).
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK k-block · S stages
 
-Of FP8 operands (SCALES "rows") x_scale is (T, 1) and weight_scale (E, w, 1), and the epilogue quantises a. x and the
-weight are seen as half as many elements of the layer's 16-bit dtype, which is what d then counts.
+With FP8 operands (SCALES "rows") x_scale is (T, 1), weight_scale is (E, w, 1), and the epilogue quantises a. x and the
+weight are viewed as half as many elements of the layer's 16-bit dtype, and d counts these elements.
 
 Weight descriptors are (E, parts, out, in) if B_K_MAJOR, else (E, parts, in, out). Output descriptors are ragged: their
 bounds check ends at the expert's last row. Interleaved gate and up are adjacent columns, held by the same thread.
@@ -68,7 +69,7 @@ from tilemoe.kernels.experts.hopper.scales import (
 )
 from tilemoe.kernels.experts.triton.activations import gated_value, inner
 
-# 64 x 64 of a 16-bit type over a warp group, 16 bytes per thread and copy.
+# 64 x 64 elements of 16 bits over a warp group; each thread copies 16 bytes at a time.
 CP_ASYNC_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
@@ -90,8 +91,8 @@ def load_gathered(
     """Producer: fill the stages of the k-blocks from ``k_from`` to ``k_to``.
 
     upper, lower: pointers (64, BK) to the tile's gathered rows of A. scales: None, or (pointers (BM) to the first scale
-    of each row, which has one for each k-block; shared memory (S, BM) that they go to).
-    Returns (next step, upper, lower), the pointers advanced, which spares adding row and column offsets in every step.
+    of each row, which has one per k-block; shared memory (S, BM) to copy them to).
+    Returns (next step, upper, lower) with advanced pointers, which saves adding row and column offsets in each step.
     """
     a_smem, _b_smem, full, _empty = ring
     columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
@@ -118,11 +119,11 @@ def load_gathered(
 
 @gluon.jit
 def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
-    """Producer of down_proj_dgrad: after a tile's k-blocks, a stage for each epilogue slice, B's buffer holding both
-    consumers' h.
+    """Producer of down_proj_dgrad: after a tile's k-blocks, fill a stage for each epilogue slice, with both consumers'
+    h in B's buffer.
 
-    h: descriptor of (2, R_max, n) with boxes (2, 64, 64) for concatenated gate and up; else of (R_max, w) with boxes
-    (64, 64), two of them for each slice if interleaved.
+    h: for concatenated gate and up, a descriptor of (2, R_max, n) with boxes (2, 64, 64); else of (R_max, w) with boxes
+    (64, 64), two for each slice if interleaved.
     """
     _a_smem, b_smem, full, _empty = ring
     BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
@@ -149,14 +150,14 @@ def gather_producer(
     tile_info, scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Producer of up_proj and down_proj_dgrad: A is ``source`` (T, width_in), its rows gathered by token; see
-    `load_tokens`. stride_source None: they are contiguous.
+    """Producer of the cooperative row GEMMs: A is ``source`` (T, width_in), its rows gathered by token; see
+    `load_tokens`. stride_source None: the rows are contiguous.
 
     tile_info: (expert, first row, end of the expert's rows, first column); expert -1 tells the consumers to stop.
 
-    row_scale: None, or (scales (T, width_in / BK), shared memory (S, BM) that they are copied to beside A).
-    extra: down_proj_dgrad's (h, pair_of_row, pairs), else None. h's stages follow the k-blocks; pairs (S, BM) gets
-    pair_of_row of the tile's rows, in its first stage.
+    row_scale: None, or (scales (T, width_in / BK), shared memory (S, BM) to copy them to, beside A).
+    extra: (h, pair_of_row, pairs) for down_proj_dgrad, else None. h's stages follow the k-blocks. In the tile's first
+    stage, pairs (S, BM) gets pair_of_row of its rows.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     width_in = width_in // 8 * 8
@@ -165,7 +166,7 @@ def gather_producer(
     total = row_tiles * column_tiles
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
     columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
-    # The next tile's tokens are fetched after this much of the contraction: the rest of it, or h, hides their latency.
+    # The next tile's tokens are loaded after this much of the contraction; the rest, or loading h, hides their latency.
     before = width_in // BK // 2 * BK if extra is None else width_in
     step = 0
     index = gl.program_id(0)
@@ -190,7 +191,7 @@ def gather_producer(
         step, upper, lower = load_gathered(
             ring, step, upper, lower, scales, weight, expert, col, 0, before, width_in, B_K_MAJOR, EVEN_K
         )
-        # By now the next tile's coordinates have arrived; its tokens will have when its first stage is filled.
+        # The next tile's coordinates have arrived by now; its tokens arrive before its first stage is filled.
         upper_token = load_tokens(token_of_row, next_row, next_end, rows)
         lower_token = load_tokens(token_of_row, next_row + WARPGROUP_M, next_end, rows)
         if row_scale is not None:
@@ -211,10 +212,10 @@ def gather_producer(
 
 @gluon.jit
 def load_tile_columns(values, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
-    """(BN) of ``values`` (E, w) in the order of a tile's columns, as by `load_columns`; zero past the last column."""
+    """`load_columns` of ``values`` (E, w) in the order of a tile's BN columns; zero past the last column."""
     column = gl.arange(0, BN, PAIR_LAYOUT)
     if GATE_UP == "concatenated":
-        RUN: gl.constexpr = BN // 2 if B_K_MAJOR else EPILOGUE_N  # columns of gate before as many of up
+        RUN: gl.constexpr = BN // 2 if B_K_MAJOR else EPILOGUE_N  # columns of gate, followed by as many of up
         inside = col + column // (2 * RUN) * RUN + column % RUN
         column = gl.where(inside < n, inside + column // RUN % 2 * n, 2 * n)
         width = 2 * n
@@ -227,7 +228,7 @@ def load_tile_columns(values, expert, stride, col, n, BN: gl.constexpr, B_K_MAJO
 
 @gluon.jit
 def gate_up_slices(acc, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
-    """(gates, ups) of an accumulator (64, BN): tuples of slices (64, EPILOGUE_N); without a gate both are h's."""
+    """(gates, ups) of an accumulator (64, BN): tuples of slices (64, EPILOGUE_N); without a gate both are h."""
     if GATE_UP == "interleaved":
         gate, up = deinterleave(acc, BN)
         gates, ups = epilogue_slices(gate, BN // 2), epilogue_slices(up, BN // 2)
@@ -247,7 +248,7 @@ def store_act(
     acc, a, end, row, col, limit, alpha, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Compute a = act(h) of a consumer's rows, acc (64, BN) being h, and start the TMA stores, slice by slice."""
+    """Compute a = act(h) of a consumer's rows, where acc (64, BN) is h, and start the TMA stores, slice by slice."""
     WIDTH: gl.constexpr = BN if GATE_UP == "none" else BN // 2
     gates, ups = gate_up_slices(acc, BN, B_K_MAJOR, GATE_UP)
     if GATE_UP == "interleaved":
@@ -287,7 +288,7 @@ def store_quantized_act(
 
 @gluon.jit
 def pairs_value(pairs, limit, alpha, ACTIVATION: gl.constexpr):
-    """a (M, EPILOGUE_N / 2) of a slice of interleaved gate and up."""
+    """a (M, EPILOGUE_N / 2) from a slice of interleaved gate and up."""
     gate, up = deinterleave(pairs, EPILOGUE_N)
     return gated_value(gate, up, limit, alpha, ACTIVATION, False)
 
@@ -306,14 +307,14 @@ def act_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     KEEP_H: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of up_proj. Epilogue: scale, add the bias, store h (if KEEP_H) and act(h), quantised if x was.
+    """Consumer of up_proj. The epilogue scales, adds the bias, stores h (if KEEP_H) and act(h), quantised if x is.
 
     column_smem (CONSUMERS, BN): for the columns' scales, or the bias.
     """
     steps = gl.cdiv(d, BK) if SCALES == "none" else d // BK
     step = 0
     w = n if GATE_UP == "none" else 2 * n
-    apart = n if GATE_UP == "concatenated" else BLOCK  # distance in h's columns from a tile's left half to its right
+    apart = n if GATE_UP == "concatenated" else BLOCK  # columns of h from a tile's left half to its right half
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
@@ -325,7 +326,7 @@ def act_consumer(
                 slices, step = row_scaled_mainloop(ring, of_rows, of_columns, buffer, step, steps, False, CONSUMER)
                 if bias is not None:
                     slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + apart, w)
-                tma.store_wait(0)  # of the tile before, whose last store may read the buffer that is written first here
+                tma.store_wait(0)  # the last store of the tile before may still read the buffer that is written first
             else:
                 if bias is not None:
                     of_columns = load_tile_columns(bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
@@ -385,9 +386,9 @@ def up_proj_act_kernel(
 ):
     """up_proj: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w), a (R_max, n); KEEP_H: h is written.
 
-    GATE_UP "concatenated": weight (E, 2, n, d), h (R_max, 2, n); a tile is BN/2 columns of gate and the same of up,
+    GATE_UP "concatenated": weight (E, 2, n, d), h (R_max, 2, n); a tile has BN/2 columns of gate and the same of up,
     as two halves if B_K_MAJOR, else alternating every 64 columns. "interleaved" and "none" (no gate): weight
-    (E, 1, w, d), h (R_max, w); a tile is BN columns of h. SCALES "rows": also writes a_scale (R_max, n / 128).
+    (E, 1, w, d), h (R_max, w); a tile has BN columns of h. SCALES "rows": also writes a_scale (R_max, n / 128).
     """
     dtype: gl.constexpr = x.dtype.element_ty
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
@@ -396,7 +397,7 @@ def up_proj_act_kernel(
     staging, column_smem = new_staging(dtype), new_column_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
-    row_tiles = gl.load(num_tiles)  # here: a pointer more would be spilled in a partition
+    row_tiles = gl.load(num_tiles)  # read here: one more pointer would spill in a partition
     gl.warp_specialize(
         [
             (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, d, n,

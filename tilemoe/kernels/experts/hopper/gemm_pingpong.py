@@ -1,17 +1,17 @@
-"""down_proj and up_proj_dgrad, ping-pong: ``out_r = rows_r weight_e (+ bias_e)``.
+"""Ping-pong down_proj and up_proj_dgrad: ``out_r = rows_r weight_e (+ bias_e)``.
 
 E experts · R_max static row capacity · BN tile columns · BK k-block · S stages
 width_in, width_out: the GEMM's K and N, of one expert's weight
 
-One producer warp: both operands come by TMA. Two consumer warp groups alternate tiles, so that one's epilogue overlaps
-the other's mainloop, which has the tensor cores and all stages to itself. ``mma_order``, two mbarriers as CUTLASS's
-OrderedSequenceBarrier: a consumer starts its mainloop once the other has seen its last stage full. Earlier, it would
-wait for a stage more than one phase ahead, and mbarriers know only a phase's parity.
+One producer warp loads both operands by TMA. Two consumer warp groups alternate tiles, so that the epilogue of one
+overlaps the mainloop of the other, which has the tensor cores and all stages to itself. ``mma_order`` is two mbarriers,
+like CUTLASS's OrderedSequenceBarrier: a consumer starts its mainloop once the other has seen its last stage full.
+Earlier it would wait for a stage more than one phase ahead, and mbarriers know only a phase's parity.
 
-A tile is up to three blocks of 64 rows, an accumulator each; at an expert's end, as many as there are rows for. An
-expert's last four blocks are two tiles of two: in tiles of three and one, the one would load most for its products.
-Static scheduler, column tiles innermost; wide outputs in bands of columns (`tile_place`), to read weights from L2.
-Weight descriptors are those of `gemm_gather_act`.
+A tile is up to three blocks of 64 rows with an accumulator each, fewer at an expert's end. An expert's last four blocks
+are two tiles of two: of tiles of three and one, the small one would load the most for its products. Static scheduler,
+column tiles innermost; wide outputs are walked in bands of columns (`tile_place`), to read weights from L2. Weight
+descriptors are those of `gemm_gather_act`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -49,7 +49,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 )
 
 BLOCKS = gl.constexpr(configs.PINGPONG_BLOCKS)
-BUFFERS = gl.constexpr(4)  # staging buffers of a consumer, an epilogue slice each: two blocks' worth
+BUFFERS = gl.constexpr(4)  # staging buffers of a consumer, one for each epilogue slice of two blocks
 
 
 @gluon.jit
@@ -60,7 +60,7 @@ def block_tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, B
     has_before = (tile > 0) & (index < row_tiles * column_tiles)
     expert_before = gl.load(tiles[0] + gl.maximum(tile - 1, 0), mask=has_before, other=-1)
     remaining = gl.cdiv(end - row, WARPGROUP_M)
-    takes_one = (remaining == 1) & (expert_before == expert)  # four blocks are left: take one from the tile before
+    takes_one = (remaining == 1) & (expert_before == expert)  # of four last blocks: take one from the tile before
     count = gl.where(takes_one | (remaining == BLOCKS + 1), 2, gl.minimum(remaining, BLOCKS))
     return expert, gl.where(takes_one, row - WARPGROUP_M, row), end, col, count
 
@@ -113,7 +113,7 @@ def mma_mainloop_blocks(
 ):
     """Returns three accumulators (64, BN) fp32, the first COUNT computed over ``steps`` >= 1 stages, and the next step.
 
-    Lets the other consumer start its mainloop once the last stage is full, while this one's last wgmmas still run.
+    It lets the other consumer start its mainloop once the last stage is full, while its own last wgmmas still run.
     """
     acc0, acc1 = zero_accumulator(BN, "none"), zero_accumulator(BN, "none")
     acc2 = zero_accumulator(BN, "none")
@@ -136,7 +136,7 @@ def issue_mma_blocks(
     ring, step, acc0, acc1, acc2, ACCUMULATE: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """As `pipeline.issue_mma`, for the first COUNT blocks of a tile."""
+    """`pipeline.issue_mma` for the first COUNT blocks of a tile."""
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
     b = b_operand(b_smem, stage, BN, B_K_MAJOR, "none")
@@ -150,7 +150,7 @@ def issue_mma_blocks(
 
 @gluon.jit
 def wait_mma_blocks(acc0, acc1, acc2, COUNT: gl.constexpr, PENDING: gl.constexpr):
-    """Wait until at most PENDING wgmmas are in flight, of those into the first COUNT accumulators."""
+    """Wait until at most PENDING wgmmas into the first COUNT accumulators are in flight."""
     if COUNT == 3:
         acc0, acc1, acc2 = warpgroup_mma_wait(PENDING, deps=(acc0, acc1, acc2))
     elif COUNT == 2:
@@ -162,14 +162,14 @@ def wait_mma_blocks(acc0, acc1, acc2, COUNT: gl.constexpr, PENDING: gl.constexpr
 
 @gluon.jit
 def store_block(acc, out, bias, row, end, col, staging, block, BN: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start the TMA stores of a block, the ``block``-th of this consumer; blocks alternate between pairs of buffers."""
+    """Start the TMA stores of this consumer's ``block``-th block; blocks alternate between pairs of buffers."""
     first, second = halves(acc, WARPGROUP_M, BN)
     last = RAGGED_EXTENT - end + row
     for j in gl.static_range(2):
         value = first if j == 0 else second
         if bias is not None:
             value += bias.slice(j * EPILOGUE_N, EPILOGUE_N).load(gl.SliceLayout(0, value.type.layout))[None, :]
-        # Waits for the oldest of BUFFERS stores, whose staging buffer is needed now.
+        # Wait for the oldest of BUFFERS stores, whose staging buffer is needed now.
         tma.store_wait(BUFFERS - 1)
         buffer = staging.index(BUFFERS * CONSUMER + 2 * (block & 1) + j)
         store_slice(out, [RAGGED_EXTENT, end, last, col + j * EPILOGUE_N], value, buffer)
@@ -180,8 +180,7 @@ def pingpong_consumer(
     out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging, bias_smem, mma_order,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of down_proj and up_proj_dgrad: every other tile of the CTA. mma_order: (CONSUMERS, 1) mbarriers, see
-    above."""
+    """Consumer: it computes every other tile of the CTA. mma_order: (CONSUMERS, 1) mbarriers, see above."""
     total = gl.load(num_tiles) * gl.cdiv(width_out, BN)
     steps = gl.cdiv(width_in, BK)
     step = CONSUMER * steps

@@ -1,24 +1,23 @@
-"""down_proj and up_proj_dgrad with a short contraction, weight-stationary: ``out_r = rows_r weight_e (+ bias_e)``, as
-in `gemm_pingpong`.
+"""Weight-stationary down_proj and up_proj_dgrad for short contractions: ``out_r = rows_r weight_e (+ bias_e)``, like
+`gemm_pingpong`.
 
 E experts · R_max static row capacity · BN tile columns · BK k-block · S stages of A · B_STAGES k-blocks of B
 width_in, width_out: the GEMM's K and N, of one expert's weight
 
-With so few k-blocks a tile's loads exceed what its wgmmas hide: down_proj of n = 256 asks L2 for twice what it gives.
-So a CTA keeps BN columns of an expert's weight, over the whole contraction, in shared memory and streams only A: a
-work item is these columns of up to CHUNK_M rows, in blocks of 64 rows. Items are walked with columns innermost:
-neighbouring CTAs have the same rows and other columns, so that A comes from DRAM once.
+With so few k-blocks, wgmma cannot hide a tile's loads: down_proj with n = 256 needs twice the bandwidth of L2. So a CTA
+keeps BN columns of an expert's weight, over the whole contraction, in shared memory and streams only A. A work item
+is these columns for up to CHUNK_M rows, in blocks of 64 rows. Items are walked with columns innermost: neighbouring
+CTAs have the same rows and different columns, so that A is read from DRAM once.
 
-One producer warp; two consumer warp groups, which alternate blocks. ``b_ring`` is ``ring`` with B's own barriers,
-``b_full`` and ``b_empty``, one of each for a k-block of B, whose phase flips with each item of the CTA. An item's last
-blocks release B k-block by k-block, and the next item's are loaded in their place meanwhile.
+There is one producer warp; two consumer warp groups alternate blocks. ``b_ring`` is ``ring`` with barriers for B: each
+k-block of B has a ``b_full`` and a ``b_empty``, whose phases flip with each item of the CTA. An item's last blocks
+release B one k-block at a time, and the next item's k-blocks are loaded in their place meanwhile.
 
 16-bit operands (SCALES "none"): `stationary_producer` and `stationary_consumer`, a ping-pong schedule.
-FP8 operands, as in `gemm_cooperative`: `scaled_producer` and `scaled_consumer`, without a barrier that orders the
-consumers: while one applies scales, the tensor cores work for the other. Hence the k-blocks of two blocks must divide
-the stages (`configs.GEMMS`), or a consumer would wait for a stage more than one phase ahead, and mbarriers know
-only a phase's parity. Consumers that apply block scales have no registers left to decode work items: the producer does
-it for them.
+FP8 operands, as in `gemm_cooperative`: `scaled_producer` and `scaled_consumer`. No barrier orders the consumers: while
+one applies scales, the tensor cores work for the other. So the k-blocks of two blocks must divide the stages
+(`configs.GEMMS`); else a consumer would wait for a stage more than one phase ahead, and mbarriers know only a phase's
+parity. Consumers that apply block scales have no registers to decode work items, so the producer does it for them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -71,7 +70,8 @@ WARP_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @gluon.jit
 def new_rings(weight, dtype: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr):
-    """(ring, b_ring). Two arrivals release a k-block of B: of an item's last two blocks, or both of its only one."""
+    """(ring, b_ring). Two arrivals release a k-block of B: one by each of an item's last two blocks of rows, or both by
+    its only block."""
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPGROUP_M, BK], gl.NVMMASharedLayout(128, 16, 2))
     b_smem = gl.allocate_shared_memory(dtype, [B_STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     ring = (a_smem, b_smem, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
@@ -82,7 +82,7 @@ def new_rings(weight, dtype: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.co
 def item_coords(index, row_tiles, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column, number of blocks) of a work item; see `tile_coords`.
 
-    Where an expert has several chunks of rows, its blocks are divided evenly among them.
+    If an expert has several chunks of rows, its blocks are divided evenly among them.
     """
     expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, BN, 0)
     start = gl.load(row_start_of_expert + expert)
@@ -95,7 +95,7 @@ def item_coords(index, row_tiles, column_tiles, tiles, row_start_of_expert, BN: 
 
 @gluon.jit
 def load_rows(rows, row, k, ring, step):
-    """Start the TMA load of one k-block of a block's A, once its stage is released."""
+    """Wait until a stage is released, then start the TMA load of one k-block of a block's A."""
     a_smem, _b_smem, full, _empty = ring
     stage = producer_acquire(ring, step)
     mbarrier.expect(full.index(stage), rows.block_type.nbytes)
@@ -104,7 +104,7 @@ def load_rows(rows, row, k, ring, step):
 
 @gluon.jit
 def load_b(weight, expert, k_block, col, b_ring, item, B_K_MAJOR: gl.constexpr):
-    """Start the TMA load of one k-block of an item's B, once the item before has released its buffer."""
+    """Wait until the item before has released the buffer, then start the TMA load of one k-block of an item's B."""
     _a_smem, _b_smem, b_full, b_empty = b_ring
     mbarrier.wait(b_empty.index(k_block), (item & 1) ^ 1)
     mbarrier.expect(b_full.index(k_block), weight.block_type.nbytes)
@@ -116,7 +116,7 @@ def stationary_producer(
     rows, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Producer, one warp: for each item B and the first block's A, k-block by k-block, then the other blocks' A."""
+    """Producer, one warp: for each item it loads B and the first block's A, by k-block, then the other blocks' A."""
     column_tiles = gl.cdiv(width_out, BN)
     row_tiles = gl.load(num_tiles)
     total = row_tiles * column_tiles
@@ -133,7 +133,7 @@ def stationary_producer(
             load_rows(rows, row, k, ring, step)
             step += 1
         block = 1
-        while block < count:  # not `for`: Triton 3.6 takes a value that only bounds an inner loop for loop-invariant
+        while block < count:  # not `for`: Triton 3.6 assumes a value that only bounds an inner loop is loop-invariant
             for k in range(0, width_in, BK):
                 load_rows(rows, row + block * WARPGROUP_M, k, ring, step)
                 step += 1
@@ -147,7 +147,7 @@ def issue_mma_stationary(
     ring, b_ring, step, k_block, phase, acc,
     ACCUMULATE: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """As `pipeline.issue_mma`, of a streamed k-block of A and a resident one of B. phase: of ``b_full``."""
+    """`pipeline.issue_mma` for a streamed k-block of A and a resident one of B. phase: that of ``b_full``."""
     a_smem, b_smem, b_full, _b_empty = b_ring
     stage = consumer_wait(ring, step)
     mbarrier.wait(b_full.index(k_block), phase)
@@ -162,7 +162,7 @@ def mma_mainloop_stationary(
 ):  # fmt: skip
     """The accumulator (64, BN) fp32 of a block over ``steps`` >= 1 stages. arrivals: see `release_b`.
 
-    Hands the tensor cores to the other consumer as `gemm_pingpong.mma_mainloop_blocks` does, unless order_of_other is
+    It hands the tensor cores to the other consumer like `gemm_pingpong.mma_mainloop_blocks`, unless order_of_other is
     None.
     """
     acc = zero_accumulator(BN, SCALES)
@@ -185,7 +185,7 @@ def mma_mainloop_stationary(
 
 @gluon.jit
 def arrivals_of(block, count):
-    """How often a block arrives at ``b_empty``: an item's last two once each, an only block twice, others never."""
+    """How often a block arrives at ``b_empty``: an item's last two once each, a single block twice, others never."""
     return gl.where(count == 1, 2, gl.where(block >= count - 2, 1, 0))
 
 
@@ -194,7 +194,7 @@ def stationary_consumer(
     out, bias, stride_bias, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, staging,
     bias_smem, mma_order, CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: every other block of the CTA's items. mma_order: as in `gemm_pingpong`."""
+    """Consumer: it computes every other block of the CTA's items. mma_order: as in `gemm_pingpong`."""
     column_tiles = gl.cdiv(width_out, BN)
     row_tiles = gl.load(num_tiles)
     total = row_tiles * column_tiles
@@ -233,7 +233,7 @@ def stationary_consumer(
 def load_row_scales(rows_scale, row, end, steps):
     """Issue the loads of a block's row scales: four tensors (WARPGROUP_M), one for each k-block.
 
-    Rows and k-blocks past the last repeat the last one.
+    Rows past the end and k-blocks past the last repeat the last one.
     """
     rows = gl.maximum(gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1), 0)
     pointers = rows_scale + rows.to(gl.int64) * steps
@@ -247,10 +247,9 @@ def scaled_producer(
     rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, row_scale,
     tile_info, BN: gl.constexpr,
 ):  # fmt: skip
-    """Producer, one warp: as `stationary_producer`, and fills row_scale (S, WARPGROUP_M) of each stage, unless None.
+    """Producer, one warp: `stationary_producer` that also fills row_scale (S, WARPGROUP_M) of each stage, unless None.
 
-    tile_info of a block: (expert, arrivals and phase of B packed in one number, or -1 after the last block; row, end,
-    column).
+    tile_info of a block: (a number for expert, arrivals and phase of B, or -1 after the last block; row, end, column).
     """
     column_tiles = gl.cdiv(width_out, BN)
     row_tiles = gl.load(num_tiles)
@@ -292,7 +291,8 @@ def scaled_consumer(
     out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
     ring, b_ring, scale_smem, tile_info, staging, CONSUMER: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: every other block of the CTA's work items. scale_smem, SCALES: see `gemm_cooperative.rows_consumer`."""
+    """Consumer: it computes every other block of the CTA's items. scale_smem, SCALES: see
+    `gemm_cooperative.rows_consumer`."""
     steps = width_in // BK
     step = CONSUMER * steps
     block, row, end, col = receive_tile(ring, tile_info, step)
@@ -344,9 +344,9 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """down_proj and up_proj_dgrad with width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, or
-    `gemm_cooperative.gemm_cooperative_kernel` of FP8 operands, but with tiles of CHUNK_M rows; rows is a TMA
-    descriptor."""
+    """down_proj and up_proj_dgrad with width_in <= B_STAGES * BK. Arguments are those of
+    `gemm_pingpong.gemm_rows_kernel`, or for FP8 operands `gemm_cooperative.gemm_cooperative_kernel`, but tiles have
+    CHUNK_M rows, and rows is a TMA descriptor."""
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
     staging = new_staging(rows.dtype)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
@@ -370,7 +370,7 @@ def gemm_stationary_kernel(
         if SCALES == "rows":
             scale_smem = new_column_smem(BN)
             row_scale: gl.constexpr = None
-        else:  # the row scales of each stage of A
+        else:  # each stage has its rows' scales beside A
             scale_smem = new_row_smem(STAGES, WARPGROUP_M)
             row_scale = scale_smem
         tile_info = new_tile_info(STAGES)

@@ -1,21 +1,21 @@
-"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows; A
-is gathered by token.
+"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows,
+with A gathered by token.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous) · G CTAs
 c width of a slice of A
 BM x BN tile of (p, q) · BK k-block: rows of the expert per stage
 
-Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B by TMA, neither of them K-major; each of
-two consumer warp groups has 64 of a tile's BM rows. Persistent, static scheduler: expert by expert, the gradient's
-shorter side innermost. An expert without rows takes a stage without operands; its gradient is zero.
+Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B by TMA; neither is K-major. Each of two
+consumer warp groups has 64 of a tile's BM rows. Persistent with a static scheduler: one expert after the other, the
+gradient's shorter side innermost. An expert without rows takes a stage without operands; its gradient is zero.
 
-FP8 operands (`gemm_transposed_kernel`) are transposed copies, with room L along the rows, laid out by
-`triton.formats.transpose`: both are K-major and come by TMA, so that one warp is the producer; a k-block is 128 rows.
-Tensor cores truncate as they add, to some 14 bits, so that a long sum of products with a mean comes out too small: by
-.7% after 4,096 rows where both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a
-sum of more than CHUNK k-blocks is made of chunks of equal size, and the sums of chunks are added in fp32. Registers
-have no room for a second accumulator, so the chunks' sum so far is in global memory, in practice in L2: each thread
-writes its own elements of the tile and reads them back, so no synchronisation is needed.
+FP8 operands (`gemm_transposed_kernel`) are transposed copies of length L along the rows, laid out by
+`triton.formats.transpose`. Both are K-major and loaded by TMA, so that the producer is one warp; a k-block is 128 rows.
+Tensor cores truncate their sums to some 14 bits, so that a long sum of products with a mean becomes too small: by .7%
+after 4,096 rows if both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a sum
+of more than CHUNK k-blocks is divided into chunks of equal size, and the chunks' sums are added in fp32. Registers
+have no room for a second accumulator, so the sum of the chunks so far is in global memory, in practice in L2. Each
+thread writes its own elements of the tile and reads them back, so that no synchronisation is needed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -58,14 +58,15 @@ from tilemoe.kernels.experts.hopper.scales import BLOCK
 
 @gluon.jit
 def weight_tile_coords(index, total, width, q, row_start_of_expert, BN: gl.constexpr):
-    """(expert, start and end of its rows, tile's first row and column in (width, q)); from ``total`` on the last's."""
+    """(expert, start and end of its rows, the tile's first row and column in (width, q)) of tile ``index``; if that is
+    ``total`` or more, of the last tile."""
     index = gl.minimum(index, total - 1)
     row_tiles, column_tiles = gl.cdiv(width, BM), gl.cdiv(q, BN)
     tiles = row_tiles * column_tiles
     expert = index // tiles
     start = gl.load(row_start_of_expert + expert)
     end = gl.load(row_start_of_expert + expert + 1)
-    # The shorter side innermost: the CTAs of a wave then share more of what they read.
+    # The shorter side is innermost, so that the CTAs of a wave share more of the data they read.
     along_rows = row_tiles < column_tiles
     shorter = gl.minimum(row_tiles, column_tiles)
     fast, slow = index % tiles % shorter, index % tiles // shorter
@@ -75,7 +76,7 @@ def weight_tile_coords(index, total, width, q, row_start_of_expert, BN: gl.const
 
 @gluon.jit
 def copy_a(buffer, lines, columns, p):
-    """cp.async of ``columns`` of A, 0 past its last. lines: pointers to by_token's rows."""
+    """cp.async of ``columns`` of A, zero past the last column. lines: pointers to by_token's rows."""
     cp_async(buffer, lines + columns[None, :], mask=(columns < p)[None, :])
 
 
@@ -93,9 +94,10 @@ def wgrad_producer(
     tile_info,
     BN: gl.constexpr,
 ):
-    """Producer: stages of BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), 0 past the expert's end.
+    """Producer: fills stages with BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q). Past the
+    expert's last row B is zero.
 
-    tile_info: (expert, first row and column of the tile, number of stages); 0 comes in a stage without operands.
+    tile_info: (expert, first row and column of the tile, number of stages), where 0 stages means one without operands.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     p, stride_token = p // 8 * 8, stride_token // 8 * 8
@@ -131,7 +133,7 @@ def wgrad_producer(
             copy_a(a_smem.index(CONSUMERS * stage + 1), lines, lower, p)
             producer_commit(ring, step)
             step += 1
-        # Without rows the loop has not run, which prefetches the next tile's tokens.
+        # The loop prefetches the next tile's tokens, but without rows it has not run.
         no_rows = (start + rows * 0) >= end
         token = gl.load(row_pointers(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
         expert, start, end, first, col = next_expert, next_start, next_end, next_first, next_col
@@ -142,7 +144,7 @@ def wgrad_producer(
 def add_slice(out, value, expert, row, col, staging, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr):
     """Start TMA reduce-adds of ``value`` (WARPGROUP_M, EPILOGUE_N) to the gradient in memory, 32 columns at a time.
 
-    L2 does the addition: no thread loads, or waits for, the old values.
+    L2 does the addition: no thread loads the old values or waits for them.
     """
     left, right = halves(value, WARPGROUP_M, EPILOGUE_N)
     for i in gl.static_range(2):
@@ -181,7 +183,7 @@ def wgrad_consumer(
     out, num_experts, p, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer. Epilogue: store or accumulate its 64 rows of the tile, transposed if the output is (E, q, p)."""
+    """Consumer. The epilogue stores or adds its 64 rows of the tile, transposed if the output is (E, q, p)."""
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -219,7 +221,7 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
+    Zeros for an expert without rows. ADDS: the gradient is added to out, which is fp32.
     """
     dtype: gl.constexpr = by_token.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -248,9 +250,9 @@ def gemm_wgrad_kernel(
 def transposed_producer(
     by_token, by_row, row_start_of_expert, num_experts, width, q, ring, tile_info, BN: gl.constexpr
 ):  # fmt: skip
-    """Producer, one warp: stages of 128 rows of A, by_token (c, L / 2), and of B, by_row (q, L / 2).
+    """Producer, one warp: it fills stages with 128 rows of A, by_token (c, L / 2), and of B, by_row (q, L / 2).
 
-    tile_info: (expert, first row and column of the tile, number of stages); 0 comes in a stage without operands.
+    tile_info: (expert, first row and column of the tile, number of stages), where 0 stages means one without operands.
     """
     a_smem, b_smem, full, _empty = ring
     total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
@@ -258,7 +260,7 @@ def transposed_producer(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, start, end, first, col = weight_tile_coords(index, total, width, q, row_start_of_expert, BN)
         steps = gl.cdiv(end - start, BLOCK)
-        place = (start // BLOCK + expert) * BK  # as `triton.formats.transpose.first_block`
+        place = (start // BLOCK + expert) * BK  # `triton.formats.transpose.first_block` times BK
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, first, col, steps)
         if steps == 0:
@@ -283,7 +285,7 @@ def partial_pointers(partial, value, i: gl.constexpr, CONSUMER: gl.constexpr, BN
 
 @gluon.jit
 def add_partial(partial, value, i: gl.constexpr, exists, CONSUMER: gl.constexpr, BN: gl.constexpr):
-    """``value`` (WARPGROUP_M, EPILOGUE_N) plus what the tile's earlier chunks have summed, if one ``exists``."""
+    """``value`` (WARPGROUP_M, EPILOGUE_N) plus the sum of the tile's earlier chunks, if such a sum ``exists``."""
     if exists:
         value += gl.load(partial_pointers(partial, value, i, CONSUMER, BN))
     return value
@@ -294,8 +296,8 @@ def transposed_consumer(
     out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer. Epilogue of each chunk: multiply by the expert's scale and add the chunks before it. The sum goes to
-    ``partial``, that of the last chunk to ``out``, as `wgrad_consumer` stores or adds it.
+    """Consumer. The epilogue of a chunk multiplies by the expert's scale and adds the sum of the chunks before. It
+    writes the result to ``partial``, or after the last chunk to ``out``, stored or added as in `wgrad_consumer`.
     """
     total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, zero_accumulator(BN, "experts").type.layout))
@@ -303,7 +305,7 @@ def transposed_consumer(
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, col, steps = receive_tile(ring, tile_info, step)
         chunks, row = gl.maximum(gl.cdiv(steps, CHUNK), 1), first_of_slice + first + CONSUMER * WARPGROUP_M
-        of_expert = scale + expert + 0 * rows  # one scale for all rows, loaded as theirs are: behind a product
+        of_expert = scale + expert + 0 * rows  # one scale for all rows, loaded like row scales: after the first wgmma
         for chunk in range(chunks):
             acc = zero_accumulator(BN, "experts")
             if steps > 0:
@@ -347,11 +349,11 @@ def gemm_transposed_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """by_token (c, L / 2) and by_row (q, L / 2) of 16 bits, scale (E) -> ``width`` = c rows, from first_of_slice on,
-    of out (E, p, q), or columns of (E, q, p) if TRANSPOSED.
+    """by_token (c, L / 2) and by_row (q, L / 2), viewed as 16-bit elements, and scale (E) -> ``width`` = c rows of out
+    (E, p, q) from first_of_slice on, or columns of out (E, q, p) if TRANSPOSED.
 
-    Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
-    partial (G, CONSUMERS, WARPGROUP_M, BN) fp32: room for sums of a tile's chunks, each of at most CHUNK k-blocks.
+    Zeros for an expert without rows. ADDS: the gradient is added to out, which is fp32.
+    partial (G, CONSUMERS, WARPGROUP_M, BN) fp32: space for the sums of a tile's chunks, each of at most CHUNK k-blocks.
     """
     staged: gl.constexpr = gl.NVMMASharedLayout(128, 32 if ADDS else 16, 2)
     a_smem = gl.allocate_shared_memory(by_token.dtype, [STAGES, BM, BK], by_token.layout)

@@ -1,4 +1,4 @@
-"""Gluon functions that are named differently in Triton 3.6 and 3.9 (3.8 has some names of each), under one name.
+"""One name for each Gluon function whose name differs between Triton 3.6 and 3.9 (3.8 has some names of each).
 
 cp_async        cp.async from global pointers to shared memory
 tma_load        TMA load from a descriptor's tensor to shared memory; its bytes count towards an mbarrier

@@ -1,7 +1,7 @@
 """Host side of the Hopper GEMMs: outputs, TMA descriptors, compile-time constants and grid of each launch.
 
-Reads no value back from the device: grids are sized by the capacity of the tile lists. An operand is a tensor of 16
-bits or an `Operand` in e4m3, contiguous along the contraction, with the scales of `quantize`.
+No value is read back from the device: grids are sized by the capacity of the tile lists. An operand is a 16-bit tensor
+or an `Operand` in e4m3, contiguous along the contraction, with the scales of `quantize`.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -62,10 +62,10 @@ def rows_launch(
     plan: RoutingPlan,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
-    plus bias (E, q).
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)). out is each expert's rows (R_max, p) times its weight
+    (E, p, q), plus bias (E, q).
 
-    weight: p or q contiguous; p in FP8. bias: q contiguous.
+    weight: contiguous along p or q, in FP8 along p. bias: contiguous along q.
     """
     tile = tile_for(kernel, weight)
     tiles = listed_tiles(plan, tile.block_m)
@@ -93,7 +93,7 @@ def rows_launch(
 
 
 def tile_for(kernel: Kernel, weight: Tensor | Operand) -> TileConfig:
-    """The tile of a GEMM over rows; of down_proj and up_proj_dgrad for a weight (E, p, q)."""
+    """The tile of a row GEMM. weight: for down_proj and up_proj_dgrad (E, p, q)."""
     if isinstance(weight, Tensor):
         return tile_of(kernel, weight.shape[1])
     return tile_of(kernel, weight.data.shape[1], "fp8")
@@ -108,8 +108,8 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Tensor | Operand, Tensor]:
-    """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E,
-    w). In FP8 d is contiguous, and a is quantised."""
+    """up_proj: (launch, a (R_max, n), h (R_max, w)); without ``keep_h`` h is (0, w). w1 (E, w, d) is contiguous along w
+    or d; b1 (E, w). In FP8 w1 is contiguous along d, and a is quantised."""
     source = _moved(x)
     weight = split_parts(_moved(w1), spec).transpose(2, 3)
     parts, d, width = weight.shape[1:]
@@ -140,10 +140,10 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n), d
-    contiguous in FP8.
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n); in
+    FP8 it is contiguous along d.
 
-    partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
+    partial: each row's <da', a> over the columns of one tile; `score_grad` adds these up.
     """
     source, weight = _moved(do), _moved(w2)
     d, n = weight.shape[1:]
@@ -166,7 +166,7 @@ def dgrad_dact_launch(
 
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
-    """The launch that computes ``grad``; p or q of out is contiguous."""
+    """The launch that computes ``grad``; its out is contiguous along p or q."""
     kernel, by_token, by_row, out, adds = grad
     p, q = by_token.shape[1], by_row.shape[1]
     tile = tile_of(kernel, p)
@@ -179,8 +179,8 @@ def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
 
 
 def fp8_wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
-    """down_proj_wgrad and up_proj_wgrad with FP8 operands: a slice of out (E, p, q), p or q contiguous; adds: out,
-    fp32, is accumulated into."""
+    """down_proj_wgrad and up_proj_wgrad with FP8 operands: the launch for a slice of out (E, p, q), contiguous along p
+    or q. adds: the gradient is added to out, which is fp32."""
     tile, width, q = configs.FP8_WGRAD, operands.by_token.shape[0], operands.by_row.shape[0]
     left, right = (data.view(torch.bfloat16) for data in (operands.by_token, operands.by_row))
     to, transposed = gradient_descriptor(out, WARPGROUP_M, adds)
@@ -204,7 +204,7 @@ def _empty_a(x: Tensor | Operand, rows: int, n: int) -> Tensor | Operand:
 
 
 def _moved(operand: Tensor | Operand) -> Tensor:
-    """The 16-bit elements that the pipeline moves: of an `Operand`, pairs along its contiguous dimension."""
+    """The operand as 16-bit elements, which the pipeline moves: FP8 values as pairs along the contiguous dimension."""
     if isinstance(operand, Tensor):
         return operand
     data, dtype = operand.data, operand.dtype
@@ -228,7 +228,7 @@ def _scale_strides(weight: Tensor | Operand) -> tuple[int | None, ...]:
 
 
 def _gathered_stride(rows: Tensor | Operand) -> int | None:
-    """None where rows are contiguous, as quantised ones are."""
+    """The row stride of 16-bit rows. None for quantised rows, which are contiguous."""
     return rows.stride(0) if isinstance(rows, Tensor) else None
 
 
@@ -251,8 +251,8 @@ def hopper_launch(
 def _gather_constants(
     kernel: Kernel, spec: ActivationSpec, column_tiles: int, weight: Tensor | Operand, k_major: bool, width_in: int
 ) -> dict[str, Any]:
-    """Constants of up_proj and down_proj_dgrad. GATE_UP: the layout of gate and up, "none" where the activation has no
-    gate. width_in: the contraction's length in elements of 16 bits."""
+    """Compile-time constants of up_proj and down_proj_dgrad. GATE_UP: the layout of gate and up, or "none" without a
+    gate. width_in: the contraction's length in 16-bit elements."""
     contraction = width_in if isinstance(weight, Tensor) else 2 * width_in
     return {
         "SCALES": _scales(weight),

@@ -2,24 +2,24 @@
 
 BM, BN tile · BK k-block (contraction per stage) · S stages
 
-Kernels are persistent and warp-specialised: a producer (a warp group where it issues cp.async, one warp where all loads
-are TMA) fills stages of shared memory with A (BM x BK) and B (BK x BN); two consumer warp groups run wgmma on them.
-Cooperative kernels (up_proj, down_proj_dgrad, down_proj_wgrad, up_proj_wgrad): the consumers share a tile, 64 of its
-128 rows each, with an epilogue each. In up_proj and down_proj_dgrad a consumer whose rows all lie past the expert's
-last row skips its mainloop: a ragged end costs half a tile. Ping-pong kernels (down_proj, up_proj_dgrad:
-`gemm_pingpong`, `gemm_stationary`): each consumer has whole tiles (or blocks of 64 rows), and one's epilogue overlaps
-the other's mainloop, which meanwhile has the tensor cores to itself.
+Kernels are persistent and warp-specialised: a producer (a warp group if it issues cp.async, one warp if all loads are
+TMA) fills stages of shared memory with A (BM x BK) and B (BK x BN); two consumer warp groups run wgmma on them.
+Cooperative kernels (up_proj, down_proj_dgrad, the weight gradients, and `gemm_cooperative`): the consumers share a
+tile; each has 64 of its 128 rows and its own epilogue. Except in weight gradients, a consumer whose rows are all past
+the expert's last row skips its mainloop, so that a ragged end costs half a tile. Ping-pong kernels (down_proj and
+up_proj_dgrad in `gemm_pingpong`, `gemm_stationary`): each consumer has whole tiles (or blocks of 64 rows). The epilogue
+of one overlaps the mainloop of the other, which meanwhile has the tensor cores to itself.
 
-Pipeline, as CUTLASS's PipelineTmaAsync: the tuple ``ring = (a_smem, b_smem, full, empty)`` of operand buffers (S, ...)
-and mbarriers (S, 1). Each role counts its k-blocks in ``step``, from 0: stage step % S, phase step // S % 2.
+Pipeline, like CUTLASS's PipelineTmaAsync: the tuple ``ring = (a_smem, b_smem, full, empty)`` of operand buffers
+(S, ...) and mbarriers (S, 1). Each role counts its k-blocks in ``step``, from 0: stage step % S, phase step // S % 2.
 
 Tile scheduler: the producer decodes a tile's coordinates and passes them to the consumers in shared memory,
-``tile_info``, with the tile's first stage. Static: CTA i of P has tiles i, i + P, ... Dynamic (up_proj,
-down_proj_dgrad): see `scheduler_next`.
+``tile_info``, with the tile's first stage. Static: CTA i of P has tiles i, i + P, ... Dynamic (kernels that use
+`gemm_gather_act.gather_producer`): see `scheduler_next`.
 
-SCALES says what the operands are: "none", 16-bit ones; else e4m3, with scales as `scales` has them. The pipeline moves
-bytes: for it, two e4m3 values of a row are one element of the layer's 16-bit dtype, so that BK, the producers and the
-stages are the same. `operand` views a stage as what wgmma is to multiply.
+SCALES is "none" for 16-bit operands; else the operands are e4m3, and `scales` describes their scales. The pipeline
+moves bytes: it treats two e4m3 values of a row as one element of the layer's 16-bit dtype, so that BK, the producers
+and the stages are the same. `operand` views a stage as the matrix that wgmma multiplies.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -55,7 +55,7 @@ WARPGROUP_THREADS = gl.constexpr(32 * configs.CONSUMER_WARPS)
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """(COUNT, 1) mbarriers, each of which completes a phase after ARRIVALS arrivals."""
+    """(COUNT, 1) mbarriers; each completes a phase after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -64,7 +64,7 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
-    """A cooperative kernel's ring, of which a producer warp group fills A, (S, BM, BK), by cp.async and B by TMA."""
+    """A cooperative kernel's ring; a producer warp group fills A, (S, BM, BK), by cp.async and B by TMA."""
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], gl.NVMMASharedLayout(128, 16, 2))
     b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     return a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS)
@@ -84,8 +84,8 @@ def new_staging(dtype: gl.constexpr):
 def tile_place(index, row_tiles, column_tiles, BAND: gl.constexpr):
     """(row tile, column tile) of tile ``index`` of row_tiles x column_tiles.
 
-    Column tiles innermost. BAND: all row tiles of BAND column tiles come before the next BAND, 0: no bands; see
-    `tilemoe.kernels.experts.triton.configs.band_tiles`.
+    Column tiles innermost. BAND: the column tiles of a band; all row tiles are walked in a band before the next. 0: no
+    bands. See `tilemoe.kernels.experts.triton.configs.band_tiles`.
     """
     if BAND == 0:
         row_tile, column_tile = index // column_tiles, index % column_tiles
@@ -100,12 +100,12 @@ def tile_place(index, row_tiles, column_tiles, BAND: gl.constexpr):
 def tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column) of tile ``index``, see `tile_place`.
 
-    tiles: (expert_of_tile, row_of_tile, end_of_tile). An ``index`` past the last tile loads nothing and gives
-    coordinates that must not be used: so a producer can decode one tile ahead, which hides the latency of the loads.
+    tiles: (expert_of_tile, row_of_tile, end_of_tile). An ``index`` past the last tile loads nothing and returns
+    coordinates that must not be used. So a producer can decode one tile ahead, which hides the latency of the loads.
     """
     expert_of_tile, row_of_tile, end_of_tile = tiles
     tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
-    col = column_tile * BN  # before the loads: after them, two more values spill in an FP8 kernel
+    col = column_tile * BN  # computed before the loads: after them, two more values spill in an FP8 kernel
     exists = index < row_tiles * column_tiles
     expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
     row = gl.load(row_of_tile + tile, mask=exists, other=0)
@@ -117,8 +117,8 @@ def tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: g
 def scheduler_prefetch(tile_counter, wanted):
     """Dynamic scheduler: if ``wanted``, draw the next tile id by an atomicAdd on tile_counter, for `scheduler_next`.
 
-    Thread 0 adds; nothing waits until the result is used. The other threads, masked off, get another address on
-    purpose: for equal addresses the compiler reduces within the warp first, and broadcasts (waits for) the result.
+    Thread 0 adds; nothing waits until the result is used. The other threads are masked off and deliberately get another
+    address: for equal addresses the compiler first reduces within the warp, and broadcasts (waits for) the result.
     """
     thread = gl.arange(0, WARPGROUP_THREADS, THREAD_LAYOUT)
     one = gl.full([WARPGROUP_THREADS], 1, gl.int32, THREAD_LAYOUT)
@@ -136,8 +136,8 @@ def new_scheduler_smem():
 def scheduler_next(prefetched, scheduler_smem, tile_counter, total, wanted):
     """The tile id that `scheduler_prefetch` drew, broadcast through shared memory; ``total`` or more: no tile is left.
 
-    Dynamic persistent scheduler: CTA i of P starts with the tiles i and i + P and prefetches further ids, from 2 P on,
-    by atomicAdd. The CTA that draws the last number resets the counter to 0.
+    This is a dynamic persistent scheduler: CTA i of P starts with tiles i and i + P, and prefetches further ids, from
+    2 P on, by atomicAdd. The CTA that draws the last number resets the counter to 0.
     """
     scheduler_smem.store(prefetched)
     number = gl.sum(scheduler_smem.slice(0, 1).load(THREAD_LAYOUT), axis=0)
@@ -148,7 +148,7 @@ def scheduler_next(prefetched, scheduler_smem, tile_counter, total, wanted):
 
 @gluon.jit
 def new_tile_info(STAGES: gl.constexpr):
-    """Four int32 for each stage, which describe the tile whose first stage it is. See `publish_tile`."""
+    """Shared memory for four int32 per stage, which describe the tile that begins in the stage; see `publish_tile`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
     second = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
@@ -159,7 +159,7 @@ def new_tile_info(STAGES: gl.constexpr):
 
 @gluon.jit
 def publish_tile(tile_info, stage, first, second, third, fourth):
-    """Producer: pass a tile's four numbers, whose meaning is the kernel's, with its first stage, once acquired."""
+    """Producer: pass four numbers, which describe a tile, with its first stage; acquire that before."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tile_info[0].index(stage).store(gl.full([1], first, gl.int32, layout))
     tile_info[1].index(stage).store(gl.full([1], second, gl.int32, layout))
@@ -169,7 +169,7 @@ def publish_tile(tile_info, stage, first, second, third, fourth):
 
 @gluon.jit
 def receive_tile(ring, tile_info, step):
-    """Consumer: the four numbers of the tile whose first k-block is ``step``; waits until that stage is full."""
+    """Consumer: the four numbers of the tile that begins at ``step``; waits until that stage is full."""
     stage = consumer_wait(ring, step)
     first = gl.sum(tile_info[0].index(stage).load(THREAD_LAYOUT), axis=0)
     second = gl.sum(tile_info[1].index(stage).load(THREAD_LAYOUT), axis=0)
@@ -192,10 +192,10 @@ def producer_acquire(ring, step):
 
 @gluon.jit
 def producer_commit(ring, step):
-    """Commit ``step``'s cp.async group, and arrive at ``full`` of the stage filled LAG steps before, now complete.
+    """Commit ``step``'s cp.async group, and arrive at ``full`` of the stage of LAG steps before, which is now complete.
 
-    cp.async completes per thread, not on an mbarrier: hence wait_group, a proxy fence for wgmma, and the lag, which
-    keeps LAG groups in flight. Fencing in the consumers instead was no faster (docs/lab/power.md at 36a9631).
+    cp.async completes per thread, not on an mbarrier. So each thread calls wait_group and a proxy fence for wgmma; the
+    lag keeps LAG groups in flight. Fencing in the consumers was not faster (docs/lab/power.md at 36a9631).
     """
     _a_smem, _b_smem, full, _empty = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -208,15 +208,15 @@ def producer_commit(ring, step):
 
 @gluon.jit
 def producer_commit_empty(ring, step):
-    """As `producer_commit`, for a stage that carries tile_info but no operands."""
+    """`producer_commit` for a stage that has tile_info but no operands."""
     _a_smem, _b_smem, full, _empty = ring
-    mbarrier.arrive(full.index(step % full.shape[0]), count=1)  # stands in for the TMA load's arrival
+    mbarrier.arrive(full.index(step % full.shape[0]), count=1)  # in place of the TMA load's arrival
     producer_commit(ring, step)
 
 
 @gluon.jit
 def producer_flush(ring, step):
-    """After all ``step`` k-blocks: wait for all copies, and arrive for the last LAG stages; see `producer_commit`."""
+    """After all ``step`` k-blocks: wait for all copies, and arrive at the last LAG stages; see `producer_commit`."""
     _a_smem, _b_smem, full, _empty = ring
     STAGES: gl.constexpr = full.shape[0]
     LAG: gl.constexpr = STAGES - 2
@@ -245,7 +245,7 @@ def consumer_release_previous(ring, step, pred=True):
 
 @gluon.jit
 def skip_stages(ring, step, steps, pending_release):
-    """Release ``steps`` stages unread, of a tile with no rows for this consumer. Returns the next step.
+    """Release the ``steps`` stages of a tile without rows for this consumer, unread. Returns the next step.
 
     pending_release: see `mma_mainloop`.
     """
@@ -262,7 +262,7 @@ def skip_stages(ring, step, steps, pending_release):
 
 @gluon.jit
 def release_b(b_ring, k_block, arrivals):
-    """Of a weight that stays in shared memory (`gemm_stationary`): arrive up to twice at a k-block's ``b_empty``."""
+    """Arrive up to twice at ``b_empty`` of a k-block of a weight that stays in shared memory (`gemm_stationary`)."""
     _a_smem, _b_smem, _b_full, b_empty = b_ring
     mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 0)
     mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 1)
@@ -273,7 +273,7 @@ def release_b(b_ring, k_block, arrivals):
 
 @gluon.jit
 def zero_accumulator(BN: gl.constexpr, SCALES: gl.constexpr):
-    """(WARPGROUP_M, BN) fp32 zeros in wgmma's accumulator layout of one warp group."""
+    """(WARPGROUP_M, BN) fp32 zeros in wgmma's accumulator layout for one warp group."""
     K: gl.constexpr = 16 if SCALES == "none" else 32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, K])
     return gl.zeros([WARPGROUP_M, BN], gl.float32, layout)
@@ -281,7 +281,7 @@ def zero_accumulator(BN: gl.constexpr, SCALES: gl.constexpr):
 
 @gluon.jit
 def operand(buffer, ROWS: gl.constexpr, SCALES: gl.constexpr):
-    """A stage's buffer of (ROWS, BK) elements of 16 bits: itself, or, where the values are e4m3, (ROWS, 2 * BK)."""
+    """A stage's buffer (ROWS, BK) of 16-bit elements as wgmma reads it: unchanged, or as e4m3 (ROWS, 2 * BK)."""
     if SCALES == "none":
         values = buffer.reshape([ROWS, BK])
     else:
@@ -291,7 +291,7 @@ def operand(buffer, ROWS: gl.constexpr, SCALES: gl.constexpr):
 
 @gluon.jit
 def b_operand(b_smem, stage, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr):
-    """B (BK, BN) of a stage. B_K_MAJOR: stored as (BN, BK), K contiguous; else as (BK, BN), N contiguous."""
+    """A stage's B (BK, BN). B_K_MAJOR: stored as (BN, BK), K contiguous; else as (BK, BN), N contiguous."""
     if B_K_MAJOR:
         b = operand(b_smem.index(stage), BN, SCALES).permute([1, 0])
     else:
@@ -305,9 +305,9 @@ def issue_mma(
     ring, step, acc, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, BN: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Issue the wgmma of a stage once it is full, without waiting for it.
+    """Wait until a stage is full and issue its wgmma, without waiting for that.
 
-    ACCUMULATE is False for a tile's first k-block: it overwrites acc, which then need not be zeroed.
+    ACCUMULATE is False for a tile's first k-block, which overwrites acc, so that acc need not be zeroed.
     """
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
@@ -324,7 +324,7 @@ def begin_mainloop(
     ring, step, CONSUMER: gl.constexpr, BN: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Issue a tile's first wgmma; see `mma_mainloop`. What is loaded after it is hidden by the mainloop."""
+    """Issue a tile's first wgmma; see `mma_mainloop`. The mainloop hides loads that are issued after this."""
     acc = zero_accumulator(BN, SCALES)
     return issue_mma(ring, step, acc, False, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR, SCALES)
 
@@ -336,9 +336,9 @@ def mma_mainloop(
 ):  # fmt: skip
     """Returns (accumulator (WARPGROUP_M, BN) fp32 of this consumer's rows over ``steps`` >= 1 stages, next step).
 
-    acc: of `begin_mainloop`, for ``step``.
-    pending_release: the preceding stage is still being read by the previous tile's TMA stores (down_proj_dgrad). It is
-    released when they are done, while the first wgmma runs.
+    acc: the result of `begin_mainloop` for ``step``.
+    pending_release: the previous tile's TMA stores still read the preceding stage (down_proj_dgrad). It is released
+    when they are done, while the first wgmma runs.
     A_K_MAJOR: a_smem is (S, BM, BK), else (2 S, BK, 64), a block for each consumer. B_K_MAJOR: see `b_operand`.
     """
     if pending_release:
@@ -360,14 +360,14 @@ def mma_mainloop(
 def row_pointers(table, row, end, rows):
     """Pointers to the entries ``row + rows`` of a table of all rows, clamped to the expert's last row.
 
-    Rows past the end thus repeat the last one: their results are not stored, or the other operand is zero there.
+    Rows past the end repeat the last row: their results are not stored, or the other operand is zero there.
     """
     return table + gl.maximum(gl.minimum(row + rows, end - 1), 0)
 
 
 @gluon.jit
 def load_tokens(token_of_row, row, end, rows):
-    """The tokens of an expert's rows ``row + rows``, clamped to its last; without token_of_row, the rows themselves."""
+    """The tokens of the rows ``row + rows``, clamped to the expert's last row; without token_of_row, these rows."""
     if token_of_row is None:
         token = gl.maximum(gl.minimum(row + rows, end - 1), 0)
     else:
@@ -403,15 +403,15 @@ def epilogue_slices(value, N: gl.constexpr):
 
 @gluon.jit
 def deinterleave(value, N: gl.constexpr):
-    """The even and the odd columns of a tile of N. No data moves: a thread holds both columns of a pair."""
+    """The even and the odd of N columns. No data moves: a thread holds both columns of a pair."""
     return value.reshape([value.shape[0], N // 2, 2]).split()
 
 
 @gluon.jit
 def load_columns(values, expert, stride, column, width):
-    """The entries ``column`` of ``values`` (E, width) of an expert, a bias or scales, in the warp group's registers.
+    """An expert's entries ``column`` of ``values`` (E, width), a bias or scales, in the warp group's registers.
 
-    Zero past ``width``. To be issued before a tile's mainloop, which hides the load.
+    Zero past ``width``. Issue it before a tile's mainloop, which hides the load.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8.
     stride, width = stride // 8 * 8, width // 8 * 8
@@ -420,7 +420,7 @@ def load_columns(values, expert, stride, column, width):
 
 @gluon.jit
 def new_column_smem(BN: gl.constexpr):
-    """(CONSUMERS, BN) fp32 of shared memory, through which each consumer broadcasts a tile's columns' values."""
+    """(CONSUMERS, BN) fp32 of shared memory, through which each consumer broadcasts one value per column of a tile."""
     return gl.allocate_shared_memory(gl.float32, [CONSUMERS, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -453,8 +453,8 @@ def store_slices(
 ):  # fmt: skip
     """Start the TMA stores of a consumer's slices of a tile, through its two buffers (`new_staging`).
 
-    bias: (BN) in shared memory to add, or None. GATE_UP "concatenated": out has two parts, whose columns lie in the
-    tile as its two halves if B_K_MAJOR, else they alternate every EPILOGUE_N.
+    bias: (BN) in shared memory to add, or None. GATE_UP "concatenated": out has two parts. In the tile their columns
+    are its two halves if B_K_MAJOR, else they alternate every EPILOGUE_N.
     """
     last = RAGGED_EXTENT - end + row
     for i in gl.static_range(len(slices)):

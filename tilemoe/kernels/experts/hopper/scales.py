@@ -1,17 +1,17 @@
-"""What FP8 operands add to `pipeline`: their scales, a mainloop that applies them, and an epilogue that quantises.
+"""Additions to `pipeline` for FP8 operands: their scales, a mainloop that applies them, an epilogue that quantises.
 
 BM, BN tile · BK k-block, 128 bytes · S stages
 
-SCALES "rows", per row and per column of the product (up_proj, down_proj_dgrad, up_proj_dgrad), and "experts", one for
-all of it (down_proj_wgrad, up_proj_wgrad): the mainloop is `pipeline.mma_mainloop`, which leaves the tensor cores to
-sum over the whole contraction, in a weight gradient over a chunk of it; the sum is scaled once, before the epilogue.
-Tensor cores accumulate FP8 products with some 14 bits: at a contraction of 7168 that adds an error of .2%, where
-rounding the operands has 3.7%.
+SCALES "rows" (up_proj, down_proj_dgrad, up_proj_dgrad): a scale for each row and each column of the product. SCALES
+"experts" (down_proj_wgrad, up_proj_wgrad): one scale for the product. The mainloop is `pipeline.mma_mainloop`: tensor
+cores sum over the whole contraction, or in a weight gradient over a chunk of it, and the sum is scaled once, before
+the epilogue. Tensor cores accumulate FP8 products with some 14 bits: with a contraction of 7168 that adds an error of
+.2%, while rounding the operands adds 3.7%.
 
-SCALES "blocks" (down_proj): `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one k-block)``. The
-product of each k-block is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores
-work for the other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product of a
-half takes 64 registers of a thread, beside 128 of the accumulator.
+SCALES "blocks" (down_proj): the mainloop is `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one
+k-block)``. CUDA cores scale each k-block's product and add it to an fp32 accumulator, for one consumer while the tensor
+cores work for the other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product
+of a half takes 64 registers per thread, besides 128 for the accumulator.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -47,7 +47,7 @@ SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)
 
 @gluon.jit
 def row_scale_pointers(scale, token_of_row, row, end):
-    """Pointers (WARPGROUP_M) to the scales of the rows from ``row`` on; scale (., 1) of what `load_tokens` gathers."""
+    """Pointers (WARPGROUP_M) to the scales of the rows from ``row`` on; scale (., 1) is indexed by `load_tokens`."""
     of_rows: gl.constexpr = gl.SliceLayout(1, zero_accumulator(2 * BLOCK, "rows").type.layout)
     return scale + load_tokens(token_of_row, row, end, gl.arange(0, WARPGROUP_M, of_rows))
 
@@ -56,19 +56,19 @@ def row_scale_pointers(scale, token_of_row, row, end):
 def row_scaled_mainloop(ring, row_scale, column_scale, buffer, step, steps, pending_release, CONSUMER: gl.constexpr):
     """Returns (this consumer's scaled accumulator as four slices (WARPGROUP_M, EPILOGUE_N) fp32, next step).
 
-    row_scale: see `row_scale_pointers`. column_scale, buffer: see `scale_slices`. The rest: see `mma_mainloop`.
+    row_scale: see `row_scale_pointers`. column_scale, buffer: see `scale_slices`. Other arguments: see `mma_mainloop`.
     """
     acc = begin_mainloop(ring, step, CONSUMER, 2 * BLOCK, True, True, "rows")
-    of_rows = gl.load(row_scale)  # behind the first wgmma, which hides the load of the tokens; the others hide this one
+    of_rows = gl.load(row_scale)  # the first wgmma hides the load of the tokens before it, the others hide this load
     acc, step = mma_mainloop(ring, acc, step, steps, pending_release, CONSUMER, 2 * BLOCK, True, True, "rows")
     return scale_slices(acc, of_rows, column_scale, buffer), step
 
 
 @gluon.jit
 def scale_slices(acc, row_scale, column_scale, buffer):
-    """acc times its rows' scales (WARPGROUP_M) and its columns' (2 * BLOCK), as four slices from left to right.
+    """acc times the scales of its rows (WARPGROUP_M) and columns (2 * BLOCK), as four slices from left to right.
 
-    The columns' scales pass through ``buffer`` (2 * BLOCK) of shared memory.
+    The columns' scales are distributed through ``buffer`` (2 * BLOCK) in shared memory.
     """
     first, second, third, fourth = epilogue_slices(acc, 2 * BLOCK)
     buffer.store(column_scale)
@@ -84,7 +84,7 @@ def scale_slices(acc, row_scale, column_scale, buffer):
 
 @gluon.jit
 def new_row_smem(STAGES: gl.constexpr, ROWS: gl.constexpr):
-    """(STAGES, ROWS) fp32 of shared memory: with block scales, one for each row of each stage's A."""
+    """(STAGES, ROWS) fp32 of shared memory for block scales: one for each row of A in each stage."""
     return gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -92,7 +92,7 @@ def new_row_smem(STAGES: gl.constexpr, ROWS: gl.constexpr):
 def scale_pointers(scale, expert, left_column, right_column, width, stride_e, stride_out):
     """Pointers to the first scales along the contraction at two columns; scale (E, width / BLOCK, in / BLOCK).
 
-    A right column past ``width`` takes the last one's: what it scales is not stored.
+    A right column past ``width`` uses the last column's scale: its results are not stored.
     """
     of_expert = scale + expert.to(gl.int64) * stride_e
     right_block = gl.minimum(right_column // BLOCK, width // BLOCK - 1)
@@ -105,10 +105,10 @@ def scaled_mainloop(
 ):
     """Returns (this consumer's accumulator as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right; next step).
 
-    b_ring, phase, arrivals: of a stationary weight (`gemm_stationary`), where A's stages are a consumer's alone. None:
-    B comes with A, whose rows the consumers share.
-    row_scale (S, rows of A): a scale for each row of a stage. weight_scales: see `scale_pointers`; their stride from
-    one k-block to the next is ``stride_in``.
+    b_ring, phase, arrivals: for a stationary weight (`gemm_stationary`), where each stage of A belongs to one consumer.
+    None: a stage has A and B, and the consumers share A's rows.
+    row_scale (S, rows of A): a scale for each row of a stage. weight_scales: from `scale_pointers`; ``stride_in`` is
+    their stride from one k-block to the next.
     """
     a_smem, b_smem, _full, empty = ring
     left_pointer, right_pointer = weight_scales
@@ -116,7 +116,7 @@ def scaled_mainloop(
     product = zero_accumulator(BLOCK, "blocks")
     of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
     for k in range(steps):
-        # Loaded ahead: needed only when the wgmma is done, which hides the latency.
+        # Loaded ahead: they are needed only after the wgmma, which hides the latency.
         left_weight, right_weight = gl.load(left_pointer + k * stride_in), gl.load(right_pointer + k * stride_in)
         stage = consumer_wait(ring, step)
         a, scales = operand(a_smem.index(stage), a_smem.shape[1], "blocks"), row_scale.index(stage)
@@ -148,7 +148,7 @@ def scaled_mainloop(
 
 @gluon.jit
 def add_bias(value, bias, expert, stride, column, width):
-    """A slice plus the expert's bias from ``column`` on, which counts as zero past ``width``."""
+    """A slice plus the expert's bias from ``column`` on; the bias is zero past ``width``."""
     columns = column + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
     entries = gl.load(bias + expert.to(gl.int64) * stride + columns, mask=columns < width, other=0.0)
     return value + entries.to(gl.float32)[None, :]
@@ -166,7 +166,7 @@ def add_bias_to_slices(slices, bias, expert, stride, left_column, right_column, 
 
 @gluon.jit
 def largest_of(parts):
-    """The largest magnitude of each row, over a tuple of slices."""
+    """The largest magnitude of each row over all slices of a tuple."""
     largest = gl.max(gl.abs(parts[0]), axis=1)
     for i in gl.static_range(1, len(parts)):
         largest = gl.maximum(largest, gl.convert_layout(gl.max(gl.abs(parts[i]), axis=1), largest.type.layout))
@@ -177,8 +177,8 @@ def largest_of(parts):
 def store_quantized(parts, data, scale, end, row, col, width, staged):
     """Quantise BLOCK columns of each row, given as slices of equal width; start their TMA store, and store the scales.
 
-    staged: a buffer that is free once at most one TMA store is in flight. data: descriptor of (R_max, width / 2) of 16
-    bits; scale (R_max, width / BLOCK). A block past ``width`` is not stored.
+    staged: a buffer that is free once at most one TMA store is in flight. data: a descriptor of 16-bit elements
+    (R_max, width / 2); scale (R_max, width / BLOCK). A block past ``width`` is not stored.
     """
     largest = largest_of(parts)
     of_row = gl.where(largest == 0, 1.0, gl.maximum(largest / LARGEST, SMALLEST_SCALE))

@@ -1,5 +1,5 @@
-"""Value and gradient of the registry's activations on rows of a stored pre-activation, in fp32 (fp64 for fp64), and
-the epilogue of down_proj_dgrad, which has both.
+"""Values and gradients of the registry's activations for rows of a stored pre-activation, in fp32 (fp64 for fp64), and
+down_proj_dgrad's epilogue, which uses both.
 
 R routed rows · R_max static row capacity · n intermediate_size · w = 2n gated, n ungated · T tokens · E experts
 """
@@ -16,7 +16,7 @@ from tilemoe.plan import RoutingPlan
 
 
 def split_gate_up(h: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
-    """Views of the gate and up columns, (R, n) each, of a gated ``h`` (R, 2n)."""
+    """Views of the gate and up columns, (R, n) each, of h (R, 2n) of a gated activation."""
     if spec.gate_up == "interleaved":
         return h[:, 0::2], h[:, 1::2]
     n = h.shape[1] // 2
@@ -56,7 +56,7 @@ def activation_grad(h: Tensor, da: Tensor, spec: ActivationSpec, dh: Tensor) -> 
 def dact_rows(
     da: Tensor, do: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, ds, a_scaled) as `Backend.down_proj_dgrad_dact` gives them, from ``da' = do w2`` (R_max, n)."""
+    """(dh, ds, a_scaled) as in `Backend.down_proj_dgrad_dact`, computed from ``da' = do w2`` (R_max, n)."""
     dh, a_scaled = torch.empty_like(h), torch.empty_like(da)
     s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
     ds_row = s.new_empty(plan.capacity)
@@ -72,14 +72,14 @@ def dact_rows(
 
 
 def _rows_dot_bias(do: Tensor, b2: Tensor, plan: RoutingPlan) -> Tensor:
-    """``<do_t, b2_e>`` of each row (R_max) in the compute dtype, from a small dense GEMM instead of a gather of do."""
+    """``<do_t, b2_e>`` of each row (R_max) in the compute dtype, by a small dense GEMM instead of a gather of do."""
     work = compute_dtype(do.dtype)
     return (do.to(work) @ b2.to(work).t())[plan.token_of_row, expert_of_row(plan)]
 
 
 def _rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
     """Scatter one value per row to its pair's position in the caller's order; 0 where a pair has no row."""
-    spare = like.shape[0]  # rows past R all write to one extra slot, which is dropped
+    spare = like.shape[0]  # all rows past R write to one extra slot, which is dropped
     index = torch.where(in_use(plan), plan.pair_of_row, spare).long()
     return like.new_zeros(spare + 1).scatter_(0, index, value_of_row)[:spare]
 

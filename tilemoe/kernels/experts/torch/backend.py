@@ -1,11 +1,11 @@
-"""up_proj to combine_grad and the bias gradients in plain PyTorch, as `Backend` documents them.
+"""The backend in plain PyTorch; `Backend` documents the methods.
 
-Where a GEMM is a loop over experts its gather is done expert by expert; where it is `F.grouped_mm` the gathered operand
-is materialised, one transient (R_max, d) buffer at a time.
+If a GEMM is a loop over experts, its operand is gathered one expert at a time. If it is `F.grouped_mm`, the gathered
+operand is materialised, one transient (R_max, d) buffer at a time.
 
-In FP8 operands are quantised, dequantised, and multiplied in fp32: what the FP8 kernels compute, but for the order of
-sums, and no faster than the layer's own dtype. What of a layer is quantised: `kernels.experts.formats.fp8`; the bias
-gradients and b2's term of ds read operands unquantised.
+In FP8, operands are quantised, dequantised, and multiplied in fp32. This gives the FP8 kernels' results except for the
+order of sums, and is no faster than the layer's own dtype. `kernels.experts.formats.fp8` says which operands are
+quantised; the bias gradients and b2's term of ds read operands that are not.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -44,7 +44,7 @@ class TorchBackend(Backend):
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
         rows, weight, bias = x, w1, b1
-        if self.format is not None:  # asked here, because a call costs time
+        if self.format is not None:  # checked here to save the time of a call
             rows, weight, bias = self._read("up_proj_act", x, w1, b1)
         h = rows_times_experts(rows, weight.transpose(1, 2), bias, plan, index=plan.token_of_row)
         return activation_rows(h, spec).to(x.dtype), h.to(x.dtype)
@@ -106,12 +106,12 @@ class TorchBackend(Backend):
         _sum_rows_of_token(dx_rows, ones, plan, dx)
 
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
-        """db2 (E, d), as ``S^T do`` with S (T, E) the scores laid out densely: no gather of do."""
-        # `where`, not a product with a mask: rows past R read pair 0's score, which may be NaN if that is skipped.
+        """db2 (E, d) as ``S^T do``, where S (T, E) has the scores as a dense matrix, so that do is not gathered."""
+        # `where` instead of a product with a mask: rows past R read the score of pair 0, which may be NaN if skipped.
         s_row = torch.where(in_use(plan), s.index_select(0, plan.pair_of_row), 0)
         dense = s.new_zeros(plan.num_tokens, plan.num_experts)
         place = plan.token_of_row.long() * plan.num_experts + expert_of_row(plan)
-        # A pair may occur several times: of each device the form that adds in a fixed order.
+        # A (token, expert) pair may occur several times: each device uses the function that adds in a fixed order.
         if dense.device.type == "cpu":
             dense.view(-1).scatter_add_(0, place, s_row)
         else:
@@ -119,17 +119,17 @@ class TorchBackend(Backend):
         return dense.t() @ do.to(s.dtype)
 
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R, so rows past it are in no segment
+        rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R, so rows past R are in no segment
         return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
 
     def _weight_grad(
         self, by_token: Tensor, by_row: Tensor, plan: RoutingPlan, column_major: bool, out: Tensor | None
     ) -> Tensor:
-        """(E, p, q) of by_token (T, p), gathered, and by_row (R_max, q), or ``out`` after it was added to."""
+        """The gradient (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q), or ``out`` with it added."""
         left, right = by_token, by_row
         if self.format is not None:
             left, right = self.format.wgrad_operands(by_token, by_row, plan)
-        if column_major:  # the transposed product, row-major
+        if column_major:  # compute the transposed product, row-major
             to = None if out is None else out.transpose(1, 2)
             grad = outer_per_expert(right, left, plan, right_index=plan.token_of_row, out=to).transpose(1, 2)
         else:
@@ -139,7 +139,7 @@ class TorchBackend(Backend):
     def _read(
         self, gemm: Kernel, rows: GemmOperand, weight: WeightOperand, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the GEMM multiplies and adds, in fp32: operands in the backend's format, made dense."""
+        """(rows, weight, bias) as the GEMM uses them in fp32: quantised to the backend's format, then dequantised."""
         rows, weight = self.operands(gemm, rows, weight)
         assert isinstance(rows, Operand), "what a format makes"
         assert isinstance(weight, Operand), "what a format makes"
@@ -163,7 +163,7 @@ def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Ten
 
 
 def _take(rows: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows[index]`` and ``weight[index, None]``, 0 where the index is -1, even if row 0, read instead, is NaN."""
+    """``rows[index]`` and ``weight[index, None]``; 0 where the index is -1, even if row 0, read instead, is NaN."""
     found, skipped = index.clamp(min=0), (index < 0).unsqueeze(1)
     weights = weight.index_select(0, found).unsqueeze(1)
     return rows.index_select(0, found).masked_fill_(skipped, 0), weights.masked_fill_(skipped, 0)

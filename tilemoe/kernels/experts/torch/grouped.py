@@ -2,11 +2,11 @@
 
 E experts · R_max static row capacity · p, q any widths
 
-`F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere, and on a
-CPU for 16-bit types and any wgrad, it is a loop over experts, which reads the row counts back. For 16-bit types on a
-CPU oneDNN compiles a kernel for every new shape: the loop's GEMMs are padded by a few rows, to counts that recur. Where
-PyTorch does not use oneDNN for them they are very slow: the loop multiplies fp32 copies, and rounds the products once
-(docs/lab/cpu.md).
+`F.grouped_mm` is used where it supports the dtype and the strides: it needs no row count on the host. Elsewhere, and on
+a CPU for 16-bit types and any wgrad, a loop over experts reads the row counts back. For 16-bit types on a CPU, oneDNN
+compiles a kernel for every new shape, so the loop pads its GEMMs by a few rows, to counts that recur. If PyTorch does
+not use oneDNN for these types, their GEMMs are very slow, so the loop multiplies fp32 copies and rounds the products
+once (docs/lab/cpu.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilemoe.runtime.device import has_fast_gemm
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPED_DTYPES_OF_CPU = (torch.float32,)
 _ROW_STEP = 16  # rows: few enough to waste little, enough for row counts to recur
-_ALIGNMENT = 16  # bytes: what grouped_mm asks of the leading stride and of the base address
+_ALIGNMENT = 16  # bytes: grouped_mm's requirement for the leading stride and the base address
 
 
 def rows_times_experts(
@@ -34,11 +34,11 @@ def rows_times_experts(
 ) -> Tensor:
     """``rows_r @ weight_e (+ bias_e)`` for each row r of expert e: (R_max, q).
 
-    rows (R_max, p) sorted by expert, or with index (R_max) any rows, row r being ``rows[index[r]]``; weight (E, p, q)
-    of any strides, or packed; bias (E, q). Rows past R are left unspecified.
+    rows (R_max, p) are sorted by expert; or, with index (R_max), row r is ``rows[index[r]]``. weight (E, p, q) has any
+    strides, or is packed; bias (E, q). Rows past R are left unspecified.
     """
     if isinstance(weight, Tensor) and _are_groupable(rows, weight):
-        # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
+        # grouped_mm pads the row stride to a multiple of 16 bytes.
         gathered = rows if index is None else rows.index_select(0, index)
         out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
         return out if bias is None else out.add_(bias.index_select(0, expert_of_row(plan)))
@@ -46,7 +46,7 @@ def rows_times_experts(
     compiles_each_shape, work = _compiles_each_shape(rows), _fast_dtype(rows)
     for expert, span in expert_spans(plan):
         if compiles_each_shape:
-            # The padding rows' results are overwritten by the next experts, or lie past R.
+            # The results of the padding rows are overwritten by the next experts, or are past R.
             span = _widened(span, plan)
         rows_e = rows[span] if index is None else rows.index_select(0, index[span])
         matrix = weight[expert] if isinstance(weight, Tensor) else weight.expert(expert, rows.dtype)
@@ -64,8 +64,8 @@ def outer_per_expert(
 ) -> Tensor:
     """``sum over the rows r of expert e of left_r^T right_r``: (E, p, q), zeros for an expert without rows.
 
-    left (R_max, p) and right (R_max, q) sorted by expert, or any rows with an index, as in `rows_times_experts`. out:
-    is accumulated into and returned; the loop over experts adds one expert's product at a time.
+    left (R_max, p) and right (R_max, q) are sorted by expert, or gathered by an index as in `rows_times_experts`. out:
+    the result is added to it and it is returned; the loop over experts adds one expert's product at a time.
     """
     # On a CPU the loop is faster: grouped_mm in fp32 takes twice its time (docs/lab/cpu.md).
     if left.device.type != "cpu" and _are_groupable(left, right):
@@ -88,7 +88,7 @@ def outer_per_expert(
 
 
 def _fast_dtype(t: Tensor) -> torch.dtype:
-    """``t``'s dtype, or fp32 where GEMMs in it are slow; operands are cast one expert at a time, to small copies."""
+    """``t``'s dtype, or fp32 if GEMMs in it are slow; operands are cast one expert at a time, so copies are small."""
     return t.dtype if has_fast_gemm(t.device.type, t.dtype) else torch.float32
 
 
@@ -104,7 +104,7 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tensor:
-    """The rows of ``block``, gathered if there is an index; all but the first ``count`` are zeroed."""
+    """The rows of ``block``, gathered if there is an index; rows after the first ``count`` are zero."""
     if index is not None:
         out = rows.index_select(0, index[block])
     elif block.stop - block.start == count:
@@ -158,6 +158,6 @@ def _are_groupable(*operands: Tensor) -> bool:
         leading, width = (row, t.shape[-1]) if column == 1 else (column, t.shape[-2])
         if 1 not in (row, column) or leading < width or t.data_ptr() % _ALIGNMENT:
             return False
-        if gcd(leading, *t.stride()[:-2]) * t.element_size() % _ALIGNMENT:  # and so is each stride's
+        if gcd(leading, *t.stride()[:-2]) * t.element_size() % _ALIGNMENT:  # each other stride must be aligned, too
             return False
     return True

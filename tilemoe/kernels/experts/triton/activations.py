@@ -1,8 +1,8 @@
-"""The activations of `tilemoe.activations` as Triton device functions; their name is a compile-time constant.
+"""The activations of `tilemoe.activations` as Triton device functions, selected by name at compile time.
 
-Values, and the gradients that down_proj_dgrad needs. All arithmetic is fp32; PRECISE False uses approximations good to
-a 16-bit result. ``limit`` is a parameter of swiglu_oai and swiglu_clamped, ``alpha`` of swiglu_oai (swiglu_clamped's
-is 1).
+They compute values, and the gradients that down_proj_dgrad needs. All arithmetic is fp32; with PRECISE False it uses
+approximations that are exact enough for 16-bit results. ``limit`` is a parameter of swiglu_oai and swiglu_clamped,
+``alpha`` of swiglu_oai (in swiglu_clamped it is 1).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -20,13 +20,13 @@ def sigmoid(z, PRECISE: tl.constexpr):
 
 @triton.jit
 def scaled_sigmoid(z, scale, PRECISE: tl.constexpr):
-    """1 / (1 + exp(-scale * z)); unless PRECISE, a scalar ``scale`` is folded into the exponent's constant."""
+    """1 / (1 + exp(-scale * z)); unless PRECISE, a scalar ``scale`` is folded into the constant of the exponent."""
     return tl.sigmoid(scale * z) if PRECISE else base2_sigmoid(z * (scale * -1.4426950408889634))
 
 
 @triton.jit
 def base2_sigmoid(exponent):
-    """1 / (1 + 2^exponent) as rsqrt squared, half the instructions of a division; equal after rounding to 16 bits."""
+    """1 / (1 + 2^exponent) as a squared rsqrt: half the instructions of a division, equal after rounding to 16 bits."""
     root = tl.math.rsqrt(1.0 + tl.math.exp2(exponent))
     return root * root
 
@@ -35,8 +35,8 @@ def base2_sigmoid(exponent):
 def normal(z, PRECISE: tl.constexpr):
     """(Phi(z), Phi'(z)) of the standard normal distribution, Phi(z) = (1 + erf(z / sqrt(2))) / 2.
 
-    Unless PRECISE without erf, which branches: Phi(-|z|) = density * P(t), t = 1 / sqrt(1 + p|z| + q z^2). p, q and the
-    polynomial P are fitted: the largest relative error over |z| <= 13.2, where the density underflows in fp32, is 7e-7.
+    Unless PRECISE, erf is avoided, since it branches: Phi(-|z|) = density * P(t), t = 1 / sqrt(1 + p|z| + q z^2). p, q
+    and the polynomial P are fitted. The largest relative error is 7e-7 for |z| <= 13.2; beyond, fp32 underflows.
     """
     if PRECISE:
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
@@ -55,7 +55,7 @@ def normal(z, PRECISE: tl.constexpr):
 
 @triton.jit
 def inner(z, NAME: tl.constexpr, PRECISE: tl.constexpr):
-    """(f(z), f'(z)): f is the activation itself, or of a gated one the function that is applied to the gate."""
+    """(f(z), f'(z)). f is the activation itself, or if that is gated, the function that is applied to the gate."""
     if NAME == "silu" or NAME == "swiglu":
         sig = sigmoid(z, PRECISE)
         value = z * sig
@@ -71,7 +71,7 @@ def inner(z, NAME: tl.constexpr, PRECISE: tl.constexpr):
             exponent = z * (1.5957691216057308 + 0.07135481627260025 * square)
             sig = tl.sigmoid(exponent)
             value = z * sig
-            rest = value * tl.sigmoid(-exponent)  # not value * (1 - sig): its rounding error would be amplified below
+            rest = value * tl.sigmoid(-exponent)  # not value * (1 - sig), whose rounding error would be amplified below
         else:
             sig = base2_sigmoid(z * (-2.302208198144325 - 0.1029432395800235 * square))
             value = z * sig
@@ -102,7 +102,7 @@ def gated_value(gate, up, limit, alpha, NAME: tl.constexpr, PRECISE: tl.constexp
 
 @triton.jit
 def gated_grad(gate, up, da, limit, alpha, NAME: tl.constexpr, PRECISE: tl.constexpr):
-    """(a, dgate, dup) of a gated activation: a recomputed, and the gradients of gate and up for the gradient ``da``."""
+    """(a, dgate, dup) of a gated activation: the recomputed a, and the gradients of gate and up from ``da``."""
     if NAME == "swiglu_oai" or NAME == "swiglu_clamped":
         bounded_gate, bounded_up = _clamped(gate, up, limit)
         factor = _factor(bounded_up, NAME)
@@ -120,12 +120,12 @@ def gated_grad(gate, up, da, limit, alpha, NAME: tl.constexpr, PRECISE: tl.const
 
 @triton.jit
 def _clamped(gate, up, limit):
-    """(gate, up) clamped: the gate from above only, up from both sides. NaN is kept."""
+    """(gate, up) clamped: gate from above only, up from both sides. NaN is kept."""
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     return gate, tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _factor(up, NAME: tl.constexpr):
-    """The factor by which the activated gate is multiplied: up, in swiglu_oai (gpt-oss) up + 1."""
+    """The factor by which the activated gate is multiplied: up, or up + 1 in swiglu_oai (gpt-oss)."""
     return up + 1.0 if NAME == "swiglu_oai" else up

@@ -1,4 +1,4 @@
-"""The Triton backend, for any GPU that Triton compiles for: methods as `Backend` documents them, which launch kernels.
+"""The Triton backend, for any GPU that Triton compiles for. `Backend` documents the methods, which launch kernels.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -160,13 +160,13 @@ class TritonBackend(Backend):
         return bias_grad.up_proj_bias_grad(dh.contiguous(), plan, device)
 
     def _small_m(self, plan: RoutingPlan) -> int | None:
-        """The tile height of inference with few rows, whose kernels read dense operands; None: as in training."""
+        """The tile height of the kernels for inference with few rows, which need dense operands; None: not used."""
         return small_m(plan.capacity, plan.num_experts) if self.format is None else None
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
     ) -> tuple[GemmOperand, Tensor]:
-        """up_proj: (a, h); h is (0, w) where it is not kept."""
+        """up_proj: (a (R_max, n), h (R_max, w)); without ``keep_h`` h is (0, w)."""
         n = w1.shape[1] // spec.width_factor
         device = _check(x, x.shape[1], n)
         if plan.capacity == 0:
@@ -214,10 +214,10 @@ def _times_packed(
 
 
 def score_grad(partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tile_m: int) -> Tensor:
-    """ds like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are
-    aligned.
+    """ds, shaped like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d) with
+    aligned rows.
 
-    tile_m: the height of the row tiles that it takes.
+    tile_m: the height of the row tiles that the kernel walks.
     """
     products = None
     if b2 is not None:

@@ -3,8 +3,8 @@
 T tokens · d hidden_size · E experts · R_max static row capacity · w columns of h · C capacity of a list of row tiles
 BM, BN, BK tile
 
-do enters two small dense GEMMs, with b2 and with the scores scattered to (E, T); a gather would read it K times.
-db2's GEMM is split-K over the tokens, db1 a two-level sum (tiles, then experts). All sums have a fixed order.
+do is multiplied in two small dense GEMMs, by b2 and by the scores scattered to (E, T); a gather would read do K times.
+db2's GEMM is split-K over the tokens; db1 is a two-level sum (tiles, then experts). All sums have a fixed order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -30,8 +30,8 @@ from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.device import Device, device_of
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of, power_of_two
 
-_LOWER_SCALE = tl.constexpr(2048.0)  # factor of a score's lower part, which would otherwise underflow in fp16
-_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
+_LOWER_SCALE = tl.constexpr(2048.0)  # factor of a score's lower part, without which it would underflow in fp16
+_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with at most this many experts share one binary
 _SUM_COLUMNS = 128  # columns per CTA of db1's sums
 _SUM_TILES = 16  # tiles' sums that `expert_sums_kernel` adds per step
 
@@ -56,7 +56,7 @@ def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, device: Device) -> Tensor:
 
 
 def row_products(do: Tensor, b2: Tensor) -> Tensor:
-    """products (T, E) fp32, as `products_launch`, of any strides; no tile and no order of a sum depends on T. T > 0."""
+    """`products_launch`'s products (T, E), for any strides. Tiles and summation order do not depend on T. T > 0."""
     launch, products = products_launch(aligned_rows(do), aligned_rows(b2), device_of(do))
     launch.run()
     return products
@@ -79,7 +79,7 @@ def products_launch(do: Tensor, b2: Tensor, device: Device) -> tuple[Launch, Ten
 def dense_scores_launch(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
     """(launch, dense (E, parts, width)): the scores by expert and token, in do's dtype; two parts if that is 16-bit.
 
-    width: T rounded up, so that rows are aligned. The parts: see `dense_scores_kernel`.
+    width: T rounded up, so that rows are aligned. `dense_scores_kernel` describes the parts.
     """
     parts = 1 if do.dtype == torch.float32 else 2
     width = ceil_div(plan.num_tokens, MIN_BLOCK) * MIN_BLOCK
@@ -91,7 +91,7 @@ def dense_scores_launch(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device
 
 
 def scores_times_grad_launch(do: Tensor, dense: Tensor, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
-    """(launch, out (splits, E, d) fp32): split-K, to be summed over the splits; dense from `dense_scores_launch`."""
+    """(launch, out (splits, E, d) fp32), which the caller sums over the splits; dense is from `dense_scores_launch`."""
     (num_experts, parts, width), d = dense.shape, do.shape[1]
     tile = choose_scores_tile(num_experts, parts, do.element_size(), device)
     tiles = ceil_div(d, tile.block_m) * ceil_div(num_experts, tile.block_n)
@@ -191,10 +191,10 @@ def dense_scores_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Scatter the score of each (expert, token) that has a row to dense (E, PARTS, width), which comes zeroed.
+    """Scatter the score of each (expert, token) that has a row to dense (E, PARTS, width), which is zeroed before.
 
-    Two parts: the score rounded to dense's dtype, and the remainder times `_LOWER_SCALE`. Where a token has the same
-    expert several times its rows are adjacent: the first one writes the sum of their scores, added in their order.
+    The two parts are the score rounded to dense's dtype, and the remainder times `_LOWER_SCALE`. If a token has the
+    same expert several times, its rows are adjacent; the first writes the sum of their scores, added in row order.
     """
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):

@@ -1,7 +1,7 @@
 """Tile, stages and warps of the portable GEMMs: a pure function of the kernel, its widths, the dtype and the GPU.
 
-No autotuning, and no dependence on the number of tokens, so that a new batch size compiles nothing. Only inference with
-few rows per expert has tiles of its own, of two heights (`small_m`).
+There is no autotuning, and tiles do not depend on the number of tokens, so that a new batch size compiles nothing. Only
+inference with few rows per expert has tiles of its own, of two heights (`small_m`).
 
 T tokens · d hidden_size · n intermediate_size · E experts
 """
@@ -23,14 +23,14 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 WITH_ACTIVATION = ("up_proj_act", "down_proj_dgrad_dact")
 WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
 
-WIDTH_MULTIPLE = 8  # that n and d must be a multiple of: 8 elements of 16 bits are a 16-byte load
-RAGGED_EXTENT = 1 << 30  # rows that a ragged descriptor (triton.tools.ragged_tma) declares, whatever its tensor has
+WIDTH_MULTIPLE = 8  # n and d must be multiples of it: 8 elements of 16 bits are a 16-byte load
+RAGGED_EXTENT = 1 << 30  # rows that any ragged descriptor (triton.tools.ragged_tma) declares, whatever its tensor has
 MIN_BLOCK = 16  # the smallest tile dimension that tensor cores take
 # Bands of columns (`band_tiles`), measured on an H100, whose column tiles are 128 or 256 wide (docs/lab/hopper.md).
-ROW_MAJOR_K = 1024  # contractions up to this are not walked in bands: each band reads the rows again
-ROW_MAJOR_TILES, ROW_MAJOR_TILES_OF_B1 = 8, 32  # nor outputs of up to so many column tiles
-LONG_K = 2048  # down_proj and up_proj_dgrad have narrower bands from here on: down_proj gains by it
-_MOST_TILES, _MOST_TILES_OF_LONG_K, _MOST_TILES_WITH_ACTIVATION = 8, 4, 6  # of a band
+ROW_MAJOR_K = 1024  # no bands for contractions up to this width: each band reads the rows again
+ROW_MAJOR_TILES, ROW_MAJOR_TILES_OF_B1 = 8, 32  # no bands for outputs of at most this many column tiles
+LONG_K = 2048  # from this contraction width on, down_proj (which gains) and up_proj_dgrad have narrower bands
+_MOST_TILES, _MOST_TILES_OF_LONG_K, _MOST_TILES_WITH_ACTIVATION = 8, 4, 6  # most column tiles of a band
 _BARRIER_BYTES = 1024  # shared memory reserved for the pipeline's mbarriers and for alignment
 
 
@@ -39,8 +39,8 @@ class TileConfig:
     """A tile of block_m x block_n with k-blocks of block_k; in a gated up_proj, gate and up have block_n columns each.
 
     slices: number of column slices that the epilogue processes one after the other, to save registers.
-    flatten: software-pipeline across tiles, so that the epilogue overlaps the next tile's loads.
-    tma_stores: store by TMA where the GPU has it, which costs shared memory and a wait.
+    flatten: software-pipelines across tiles, so that the epilogue overlaps the next tile's loads.
+    tma_stores: stores by TMA where the GPU has it, which costs shared memory and a wait.
     load_ahead: down_proj_dgrad's epilogue prefetches the next slice's h, which costs registers.
     """
 
@@ -56,7 +56,7 @@ class TileConfig:
 
 
 class Limits(Protocol):
-    """The device properties that a tile depends on: those of a `tilemoe.runtime.device.Device`, or of an absent GPU."""
+    """The device properties that a tile depends on: a `tilemoe.runtime.device.Device`, or a GPU that is not present."""
 
     @property
     def capability(self) -> int: ...
@@ -66,8 +66,8 @@ class Limits(Protocol):
     def interpreted(self) -> bool: ...
 
 
-# _HOPPER was measured on an H200 (132 SMs, 227 KB of shared memory). The other tables follow from shared memory and
-# registers: the largest tile that leaves room for three stages.
+# _HOPPER was measured on an H200 (132 SMs, 227 KB of shared memory). The other tables are derived from shared
+# memory and registers: they have the largest tile that leaves room for three stages.
 _HOPPER: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
     {
         "up_proj_act": TileConfig(128, 256, 64, 8, 4, slices=2, flatten=True, tma_stores=False),
@@ -81,7 +81,7 @@ _HOPPER: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
 _LARGE: MappingProxyType[str, TileConfig] = MappingProxyType(  # B200: also 227 KB; two accumulators fill tensor memory
     {
         "up_proj_act": TileConfig(128, 256, 64, 8, 3, slices=2, flatten=True),
-        "up_proj_act interleaved": TileConfig(128, 256, 64, 8, 4, slices=4),  # flattened it spills more
+        "up_proj_act interleaved": TileConfig(128, 256, 64, 8, 4, slices=4),  # with flatten it spills more
         "down_proj": TileConfig(128, 256, 64, 8, 3, flatten=True),
         "up_proj_dgrad": TileConfig(128, 256, 64, 8, 3, flatten=True),
         "down_proj_dgrad_dact": TileConfig(128, 256, 64, 8, 3, slices=4),
@@ -96,24 +96,24 @@ _TINY = TileConfig(64, 128, 32, 4, 3, slices=2)  # 64 KB
 _FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
 _INTERPRETED = TileConfig(16, 32, 16, 4, 1, slices=2)
 
-# Row GEMMs with a weight in 4 bits. A stage holds rows and codes; the decoded weight has a single buffer.
+# For row GEMMs with a weight in 4 bits. A stage holds rows and codes; the decoded weight has a single buffer.
 _PACKED = TileConfig(128, 128, 64, 8, 3, slices=2)
 _PACKED_FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
 _PACKED_INTERPRETED = TileConfig(16, 128, 64, 4, 1, slices=2)
 
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 
-# Mean rows per expert up to which a row GEMM is bound by reading the weights, and up to which most experts' rows fit
-# the tensor cores' smallest M.
+# Mean rows per expert: up to the first, a row GEMM is bound by reading the weights; up to the second, most experts'
+# rows also fit the tensor cores' smallest M.
 _FEW_ROWS, _VERY_FEW_ROWS = 32, 8
 
 
 def band_tiles(kernel: Kernel, column_tiles: int, width_in: int) -> int:
-    """Threadblock swizzle of up_proj, down_proj, down_proj_dgrad and up_proj_dgrad: column tiles of a band, or 0 for
-    plain row-major order.
+    """Threadblock swizzle of the row GEMMs (up_proj, down_proj, down_proj_dgrad, up_proj_dgrad): the number of column
+    tiles in a band, or 0 for plain row-major order.
 
     All row tiles of all experts are walked within one band of columns before the next band; bands are about equally
-    wide. In row-major order a wave of tiles reads few rows and all of a wide weight.
+    wide. In row-major order a wave of tiles would read few rows and all of a wide weight.
     """
     row_major = ROW_MAJOR_TILES_OF_B1 if kernel == "down_proj_dgrad_dact" else ROW_MAJOR_TILES
     if width_in <= ROW_MAJOR_K or column_tiles <= row_major:
@@ -137,18 +137,18 @@ def choose_tile(
 ) -> TileConfig:
     """The tile of ``kernel`` for elements of ``itemsize`` bytes, no wider than the widths' next power of two.
 
-    Row GEMMs: ``rows_width`` is K and ``out_width`` is N, of up_proj the columns of a. Weight gradients: the widths of
-    the gathered and of the contiguous operand.
-    ``gate_up``: the layout of gate and up in h, None where the kernel has no h or the activation no gate.
+    Row GEMMs: ``rows_width`` is K and ``out_width`` is N (for up_proj the columns of a). Weight gradients: the widths
+    of the gathered and of the contiguous operand.
+    ``gate_up``: the layout of gate and up in h; None if the kernel has no h or the activation no gate.
     """
     tile = _base_tile(kernel, itemsize, device, gate_up)
     return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes, gate_up)
 
 
 def small_m(num_rows: int, num_experts: int) -> int | None:
-    """block_m where experts have so few rows that reading the weights bounds the GEMMs, else None.
+    """The tile height if experts have so few rows that reading the weights bounds the GEMMs, else None.
 
-    The only choice that depends on the number of tokens; it is between two tile heights.
+    Only this choice, between two tile heights, depends on the number of tokens.
     """
     if num_rows > _FEW_ROWS * num_experts:
         return None
@@ -158,8 +158,8 @@ def small_m(num_rows: int, num_experts: int) -> int | None:
 def choose_small_m_tile(
     kernel: Kernel, block_m: int, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None
 ) -> TileConfig:
-    """As `choose_tile`, with the block_m that `small_m` gives, and small enough for two CTAs per SM: one's prologue and
-    epilogue overlap the other's loads.
+    """The tile of ``kernel`` with the block_m that `small_m` gives, small enough for two CTAs per SM: the prologue and
+    epilogue of one overlap the loads of the other. Arguments: as for `choose_tile`.
     """
     tile = _base_small_m_tile(block_m, itemsize, device)
     return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes // 2, gate_up)
@@ -188,13 +188,13 @@ def _fit(
 
 
 def tile_rows(itemsize: int, device: Device) -> int:
-    """block_m of all row GEMMs: it is the same for all, so that they share one tile list."""
+    """block_m of the row GEMMs, the same for all of them, so that they share one tile list."""
     return _base_tile("down_proj", itemsize, device).block_m
 
 
 def choose_packed_tile(rows_width: int, itemsize: int, device: Device) -> TileConfig:
-    """The tile of a row GEMM with a weight in 4 bits. Its block_m is `tile_rows`, to share the tile list; its block_k
-    divides the contraction's width ``rows_width``, a multiple of 32."""
+    """The tile of a row GEMM with a weight in 4 bits. Its block_m is `tile_rows`, to share the tile list. Its block_k
+    divides ``rows_width``, the width of the contraction and a multiple of 32."""
     block_k = 32 if itemsize == 4 or rows_width % 64 else 64
     if device.interpreted:
         return replace(_PACKED_INTERPRETED, block_k=block_k)
@@ -208,21 +208,20 @@ def choose_packed_tile(rows_width: int, itemsize: int, device: Device) -> TileCo
 
 
 def packed_registers(itemsize: int, device: Device) -> int | None:
-    """Most registers per thread of that GEMM, so that two CTAs share an SM and one decodes while the other multiplies.
-
-    None (no limit, one CTA per SM) where the tensor cores take their operands from registers.
+    """Register limit per thread of a row GEMM with a weight in 4 bits. With it two CTAs share an SM, and one decodes
+    while the other multiplies. None (no limit, one CTA per SM) where the tensor cores read operands from registers.
     """
     return 128 if itemsize == 2 and 90 <= device.capability < 120 else None
 
 
 def shared_bytes(kernel: Kernel, tile: TileConfig, itemsize: int, gate_up: str | None = None) -> int:
-    """Upper bound of a CTA's shared memory; ``gate_up`` as in `choose_tile`."""
+    """An upper bound of a CTA's shared memory in bytes; ``gate_up`` as in `choose_tile`."""
     columns = tile.block_n * _parts(kernel, gate_up)
     buffers = tile.num_stages
     if kernel in WEIGHT_GRADS:
         buffers = (tile.num_stages + 1) // 2  # half of the stages prefetch the gather's indices
     operands = buffers * (tile.block_m + columns) * tile.block_k * itemsize
-    # The epilogue stages one slice of its output in shared memory; with an activation, of two outputs.
+    # The epilogue stages a slice of its output in shared memory; with an activation two or (interleaved) three of them.
     staging = tile.block_m * tile.block_n * itemsize // tile.slices
     if kernel in WITH_ACTIVATION:
         staging *= 3 if gate_up == "interleaved" else 2
@@ -237,7 +236,7 @@ def choose_bias_products_tile(num_experts: int, itemsize: int, device: Device) -
 
 
 def choose_scores_tile(num_experts: int, parts: int, itemsize: int, device: Device) -> TileConfig:
-    """The tile of ``do^T scores`` (d, E), contracted over the tokens, each score in ``parts`` columns."""
+    """The tile of ``do^T scores`` (d, E), contracted over the tokens; each score is stored in ``parts`` parts."""
     block_n = cover(num_experts, _max_experts(itemsize, device))
     block_m = MIN_BLOCK if device.interpreted else 64 if itemsize == 4 else 128
     return _dense_tile(block_m, block_n, parts, itemsize, device, device.shared_bytes, max_stages=4)
@@ -251,7 +250,7 @@ def stage_bytes(tile: TileConfig, parts: int, itemsize: int) -> int:
 def _max_experts(itemsize: int, device: Device) -> int:
     if device.interpreted:
         return MIN_BLOCK
-    return 128 if itemsize == 2 and device.has_tma else 64  # loads by pointer spend registers on addresses
+    return 128 if itemsize == 2 and device.has_tma else 64  # loads by pointer need registers for addresses
 
 
 def _dense_tile(
@@ -296,5 +295,5 @@ def _base_small_m_tile(block_m: int, itemsize: int, device: Device) -> TileConfi
 
 
 def cover(width: int, limit: int) -> int:
-    """The least power of two that covers ``width``, between MIN_BLOCK and ``limit``."""
+    """The least power of two that is at least ``width``, kept between MIN_BLOCK and ``limit``."""
     return max(MIN_BLOCK, min(limit, 1 << max(width - 1, 0).bit_length()))

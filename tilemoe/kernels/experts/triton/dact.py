@@ -1,4 +1,4 @@
-"""The activation, and the epilogue of down_proj_dgrad, as kernels of their own, for rows that are a sum of GEMMs.
+"""The activation and down_proj_dgrad's epilogue as separate kernels, for operands that are a sum of GEMMs.
 
 R_max static row capacity · n intermediate_size · w = 2n gated, n ungated · BM, BN tile
 
@@ -34,8 +34,8 @@ def activation_launch(h: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> tup
 def dact_launch(
     da: Tensor, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """(launch, dh (R_max, w), a_scaled (R_max, n), partial (column tiles, R_max) fp32) of da' (R_max, n) and h (R_max,
-    w), both contiguous; partial is for `host.score_grad_launch`.
+    """(launch, dh (R_max, w), a_scaled (R_max, n), partial (column tiles, R_max) fp32) from da' (R_max, n) and h
+    (R_max, w), both contiguous. `host.score_grad_launch` takes partial.
     """
     n = da.shape[1]
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, ceil_div(n, _TILE["BLOCK_N"]))
@@ -75,7 +75,7 @@ def dact_kernel(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``dh = act'(h) s da'``, ``a_scaled = s a``, and of each row <da', a> over the tile's columns."""
+    """``dh = act'(h) s da'``, ``a_scaled = s a``, and partial: each row's <da', a> over the tile's columns."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     end = tl.load(row_start_of_expert + num_experts)
     if row < end:

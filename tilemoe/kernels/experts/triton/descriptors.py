@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT, WIDTH_MULTIPLE
 from tilemoe.runtime.device import Device
 
-_ALIGNMENT = 16  # bytes that TMA wants the address and every stride but the last, which is 1, to be a multiple of
+_ALIGNMENT = 16  # bytes: TMA needs the address and every stride but the last (1) to be multiples of it
 
 
 def can_describe(t: Tensor, device: Device) -> bool:
@@ -36,9 +36,9 @@ def can_describe_rows(device: Device, *tensors: Tensor) -> bool:
 
 
 def aligned_rows(t: Tensor) -> Tensor:
-    """``t`` (rows, width) if its rows are aligned, else a copy, for operands that are read by pointer.
+    """``t`` (rows, width) if its rows are aligned, else a copy; for operands that are read by pointer.
 
-    cp.async needs at least 4 bytes: Triton's fallback for narrower loads takes more shared memory than there is.
+    cp.async needs at least 4 bytes, and Triton's fallback for narrower loads needs more shared memory than there is.
     """
     return t if has_aligned_rows(t) else t.clone(memory_format=torch.contiguous_format)
 
@@ -49,9 +49,8 @@ def has_aligned_rows(t: Tensor) -> bool:
 
 
 def weight_argument(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:
-    """(weight or a descriptor of it, ACCESS, strides): the kernels' arguments for a weight seen as (E, parts, in, out).
-
-    ACCESS: see `tilemoe.kernels.experts.triton.operands.load_weight`.
+    """(weight or a descriptor of it, ACCESS, strides), the kernels' arguments for a weight viewed as (E, parts, in,
+    out). `tilemoe.kernels.experts.triton.operands.load_weight` explains ACCESS.
     """
     strides = tuple(weight.stride())
     by_out = weight.transpose(2, 3)  # (E, parts, out, in)
@@ -68,16 +67,16 @@ def weight_argument(weight: Tensor, device: Device, block_in: int, block_out: in
 
 
 def gathered_argument(rows: Tensor, columns: int, device: Device) -> tuple[Any, bool]:
-    """(a matrix as an operand whose rows are gathered, ``columns`` at a time; whether by TMA)."""
+    """(the kernel argument for a matrix whose rows are gathered, ``columns`` at a time; whether TMA gathers them)."""
     by_tma = device.gathers and can_describe(rows, device)
     return TensorDescriptor.from_tensor(rows, [1, columns]) if by_tma else rows, by_tma
 
 
 def rows_argument(rows: Tensor, block: list[int], use_tma: bool) -> Any:
-    """A matrix as an operand whose tiles may run past an expert's end, into the next expert's rows."""
+    """The kernel argument for a matrix whose tiles may run past an expert's end, into the next expert's rows."""
     return TensorDescriptor.from_tensor(rows, block) if use_tma else rows
 
 
 def ragged_argument(rows: Tensor, block: list[int], use_tma: bool) -> Any:
-    """A matrix as an operand bounded by the expert's rows: past their end loads give zeros and stores write nothing."""
+    """The kernel argument for a matrix bounded by the expert's rows: beyond them loads give 0, stores write nothing."""
     return create_ragged_descriptor(rows, block) if use_tma else rows

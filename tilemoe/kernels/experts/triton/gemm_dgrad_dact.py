@@ -4,9 +4,9 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · P pairs
 parts = 2 gated, 1 ungated · BM, BN, BK tile
 
-Persistent CTAs walk the tile list, column tiles innermost, and gather do. The epilogue, by slices of
-columns, loads h and writes dh and a_scaled. A row's ``<da', a>`` is a sum over n columns: each tile writes its partial
-sum to ``partial`` (column tiles, R_max), and a second kernel sums those in a fixed order, without atomics.
+Persistent CTAs walk the tile list, column tiles innermost, and gather do. The epilogue loads h and writes dh and
+a_scaled, one slice of columns at a time. A row's ``<da', a>`` is a sum over n columns: each tile writes its partial
+sum to ``partial`` (column tiles, R_max), and a second kernel adds these in a fixed order, without atomics.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -73,8 +73,8 @@ def gemm_dgrad_dact_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """down_proj_dgrad but for ds: reads do (T, d), weight (E, 1, d, n), h (R_max, parts * n) and s (P); writes dh like
-    h, a_scaled (R_max, n) and partial (column tiles, R_max).
+    """down_proj_dgrad without the last sum of ds. Reads do (T, d), weight (E, 1, d, n), h (R_max, parts * n) and s (P);
+    writes dh like h, a_scaled (R_max, n) and partial (column tiles, R_max).
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_do = d // 8 * 8, n // 8 * 8, stride_do // 8 * 8
@@ -87,7 +87,7 @@ def gemm_dgrad_dact_kernel(
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)
         rows = row + tl.arange(0, BLOCK_M)
-        # Clamped: rows past the expert's end repeat its last one, and are not stored.
+        # Clamped: rows past the expert's end repeat its last row and are not stored.
         line = tl.minimum(rows, end - 1)
         token = tl.load(token_of_row + line)
         if not GATHER_BY_TMA:
@@ -101,7 +101,7 @@ def gemm_dgrad_dact_kernel(
             )  # fmt: skip
             acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
         score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
-        # By slices: h, a and dh of a whole tile would not fit in the registers.
+        # One slice at a time: h, a and dh of a whole tile would not fit in the registers.
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         ds = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -149,7 +149,7 @@ def dact_epilogue(
         a, slope = inner(gate, ACTIVATION, PRECISE)
         store_rows(a_scaled, a * score[:, None], end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
         store_rows(dh, da * score[:, None] * slope, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
-    # Columns past n add 0: there h is 0, and so is any activation of it.
+    # Columns past n add 0: h is 0 there, and so is every activation of 0.
     return tl.sum(da * a, axis=1)
 
 
@@ -170,9 +170,8 @@ def score_grad_kernel(
     HAS_PRODUCTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """ds (P): for each row, at its pair, the sum of its partial sums; with b2 also ``<do, b2>``, from products (T, E).
-
-    One CTA per row tile.
+    """Write ds (P): each row's pair gets the sum of the row's partial sums, with b2 plus its ``<do, b2>`` in products
+    (T, E). One CTA per row tile.
     """
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):

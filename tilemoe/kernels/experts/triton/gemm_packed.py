@@ -4,8 +4,8 @@ E experts · R_max static row capacity · BM, BN, BK tile · all widths are mult
 
 Persistent CTAs walk the tile list, column tiles innermost. Each k-block of the weight is decoded in registers just
 before it is multiplied; two CTAs share an SM where they can (`packed_registers`). Codes are read as int32 words of 8
-neighbours, which lie along the contraction in up_proj and down_proj (decoded as (BN, BK), then transposed), along the
-output in down_proj_dgrad and up_proj_dgrad (decoded as (BK, BN)). What is read of a format: `formats.packed`.
+neighbours. In up_proj and down_proj these lie along the contraction (decoded as (BN, BK), then transposed), in
+down_proj_dgrad and up_proj_dgrad along the output (decoded as (BK, BN)). `formats.packed` has each format's loads.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -105,18 +105,18 @@ def gemm_packed_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out_r = rows_r weight_e (+ bias_e)``, down_proj and up_proj_dgrad; with GATHER ``rows[index[r]]``, the GEMMs
-    of up_proj and down_proj_dgrad.
+    """``out_r = rows_r weight_e (+ bias_e)``, for down_proj and up_proj_dgrad. GATHER reads ``rows[index[r]]``, for
+    the GEMMs of up_proj and down_proj_dgrad.
 
     codes (E, lines, words) and scales (E, lines, blocks), both contiguous along their last dimension. With BLOCKED_IN a
-    line is an output column, its blocks along the contraction; else a line is one index of the contraction.
+    line is an output column, with blocks along the contraction; else a line is one index of the contraction.
     """
     # ``// m * m`` tells the compiler that these are multiples of m, so that it emits 16-byte loads.
     width_in, width_out, stride_rows = width_in // BLOCK * BLOCK, width_out // BLOCK * BLOCK, stride_rows // 8 * 8
     WORDS: tl.constexpr = BLOCK // _WORD
     stride_ce, stride_cline = stride_ce // WORDS * WORDS, stride_cline // WORDS * WORDS
-    ALONG: tl.constexpr = BLOCK_K if BLOCKED_IN else BLOCK_N  # elements of a tile's line
-    SHARED: tl.constexpr = BLOCK if ALONG > BLOCK else ALONG  # of them, those that share one scale
+    ALONG: tl.constexpr = BLOCK_K if BLOCKED_IN else BLOCK_N  # elements of a line in the tile
+    SHARED: tl.constexpr = BLOCK if ALONG > BLOCK else ALONG  # how many of these share one scale
     table = code_table(FORMAT)
     column_tiles = tl.cdiv(width_out, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles
@@ -126,7 +126,7 @@ def gemm_packed_kernel(
         expert = tl.load(expert_of_tile + tile).to(tl.int64)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)
-        # Clamped: rows past the expert's end repeat its last one, and are not stored.
+        # Clamped: rows past the expert's end repeat its last row and are not stored.
         line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
         if GATHER:
             line = tl.load(index + line)

@@ -1,12 +1,12 @@
-"""Grouped GEMMs over rows: up_proj ``a = act(x w1^T + b1)``, x gathered; down_proj and up_proj_dgrad ``out_r = rows_r
-weight_e + bias_e``.
+"""Grouped GEMMs over rows: up_proj, ``a = act(x w1^T + b1)`` with x gathered; down_proj and up_proj_dgrad,
+``out_r = rows_r weight_e + bias_e``.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN, BK tile
 
-Persistent: CTA i of P computes the tiles i, i + P, ... of a list on the device (`TileList`) times the column tiles,
-column tiles innermost, in bands where the output is wide (`tile_place`). Triton software-pipelines the
-loads, with FLATTEN across tiles; the epilogue works slice by slice.
+Persistent: an output tile is a row tile of a list on the device (`TileList`) and a column tile. CTA i of P computes the
+output tiles i, i + P, ..., column tiles innermost, in bands of columns if the output is wide (`tile_place`). Triton
+software-pipelines the loads, with FLATTEN also across tiles. The epilogue works on one slice of columns at a time.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -76,7 +76,7 @@ def gemm_rows_kernel(
             if USE_TMA:
                 left = rows.load([row, k])
             else:
-                # Clamped to the expert's rows; what is computed past its end is not stored.
+                # Clamped: rows past the expert's end repeat its last row and are not stored.
                 line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1).to(tl.int64)
                 left = load_pointers(
                     rows + line[:, None] * width_in + tl.arange(0, BLOCK_K)[None, :], k, width_in, EVEN_K, BLOCK_K
@@ -88,7 +88,7 @@ def gemm_rows_kernel(
             acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
         if HAS_BIAS:
             acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
-        # By slices: staging one at a time leaves shared memory for one more pipeline stage.
+        # Staging one slice at a time leaves shared memory for one more pipeline stage.
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         for i in tl.static_range(SLICES):
@@ -141,13 +141,13 @@ def up_proj_act_kernel(
 ):
     """up_proj: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered, a (R_max, n).
 
-    Weight (E, 2, d, n) and h (R_max, 2, n) where gate and up are concatenated: then they are the halves of a tile. Else
-    (E, 1, d, w) and (R_max, w): interleaved columns are split in registers. h is not written unless KEEP_H.
+    If gate and up are concatenated, weight is (E, 2, d, n), h is (R_max, 2, n), and they are the halves of a tile. Else
+    they are (E, 1, d, w) and (R_max, w), and interleaved columns are split in registers. h is written only if KEEP_H.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
     PARTS: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
-    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of a part
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # columns of a part
     width_out = 2 * n if INTERLEAVED else n
     column_tiles = tl.cdiv(n, BLOCK_N)
     row_tiles = tl.load(num_tiles)
@@ -157,7 +157,7 @@ def up_proj_act_kernel(
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)
-        # Clamped: rows past the expert's end repeat its last one, and are not stored.
+        # Clamped: rows past the expert's end repeat its last row and are not stored.
         token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
         if not GATHER_BY_TMA:
             x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), INT64_OFFSETS)
@@ -193,8 +193,8 @@ def act_epilogue(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """up_proj's epilogue for gate and up (BM, BN); interleaved, or without a gate, ``gate`` is h and ``up`` is not
-    used."""
+    """up_proj's epilogue for gate and up (BM, BN). If they are interleaved, or the activation has no gate, ``gate`` is
+    h and ``up`` is not used."""
     if INTERLEAVED:
         if KEEP_H:
             store_rows(h, gate, end, row, col, 2 * n, USE_TMA, BLOCK_M, BLOCK_N)

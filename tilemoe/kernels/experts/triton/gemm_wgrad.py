@@ -1,11 +1,11 @@
-"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows; A
-is gathered by token.
+"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows,
+with A gathered by token.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous)
 BM, BN tile of (p, q) · BK k-block: rows of the expert per step
 
-Persistent CTAs walk the experts' gradients one after the other, tiles along p innermost. The gathered operand is always
-A, whose width is M; dw1 is therefore computed transposed, and transposed back by its store.
+Persistent CTAs walk the experts' gradients one after the other, tiles along p innermost. A, whose width p is the GEMM's
+M, is always the gathered operand. So dw1 is computed transposed, and its store transposes it back.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -43,8 +43,8 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows. ADDS: out, fp32, is accumulated into; only one
-    CTA touches a tile of it, once, so that the result is deterministic.
+    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows. ADDS: the gradient is added to out, which is
+    fp32; only one CTA updates a tile of it, once, so that the result is deterministic.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
@@ -61,7 +61,7 @@ def gemm_wgrad_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(start, end, BLOCK_K):
             rows = k + tl.arange(0, BLOCK_K)
-            # Clamped instead of masked: past the end by_row is loaded as 0.
+            # Clamped instead of masked: by_row is loaded as 0 past the end, so these rows add nothing.
             token = tl.load(token_of_row + tl.minimum(rows, end - 1))
             if GATHER_BY_TMA:
                 left = by_token.gather(token, first)

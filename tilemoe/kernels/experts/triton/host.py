@@ -1,7 +1,7 @@
 """Host side of the portable GEMMs: tile, outputs, descriptors, compile-time constants and grid of each launch.
 
-Reads no value back from the device: grids are sized by the capacity of the tile lists. A list that the plan does not
-have yet is launched at once.
+No value is read back from the device: grids are sized by the capacity of the tile lists. If the plan lacks a tile list,
+the kernel that fills it is launched at once.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -42,8 +42,8 @@ from tilemoe.runtime.launch import Launch, ceil_div, dot_precision, launch_of, p
 def rows_launch(
     kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, device: Device
 ) -> tuple[Launch, Tensor]:
-    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), rows (R_max, p) times weight (E, p, q) of any strides,
-    plus bias (E, q)."""
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)). out is rows (R_max, p) times weight (E, p, q), of any
+    strides, plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = choose_tile(kernel, p, q, rows.element_size(), device)
@@ -69,7 +69,7 @@ def rows_launch(
 def up_proj_act_launch(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool, device: Device
 ) -> tuple[Launch, Tensor, Tensor]:
-    """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
+    """up_proj: (launch, a (R_max, n), h (R_max, w)); without ``keep_h`` h is (0, w)."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
     tiles = listed_tiles(plan, tile.block_m)
@@ -77,7 +77,7 @@ def up_proj_act_launch(
     weight = split_parts(w1, spec).transpose(2, 3)
     width, column_tiles = tile.block_n * spec.width_factor // weight.shape[1], ceil_div(n, tile.block_n)
     right, access, strides = weight_argument(weight, device, tile.block_k, width)
-    # tma_stores False: faster beside a weight that comes by TMA; with weights by pointer it was not measured.
+    # tma_stores False was measured to be faster only for weights loaded by TMA, so it applies only to these.
     stores_by_tma = tile.tma_stores or access.endswith("by pointer")
     use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
     left, by_tma = gathered_argument(x, tile.block_k, device)
@@ -137,7 +137,7 @@ def dgrad_dact_launch(
 def score_grad_launch(
     partial: Tensor, products: Tensor | None, s: Tensor, plan: RoutingPlan, tile_m: int
 ) -> tuple[Launch, Tensor]:
-    """(launch, ds like s): each row's partial sums plus its entry of products (T, E); 0 for skipped pairs."""
+    """(launch, ds like s): the sum of each row's partial sums and its entry of products (T, E); 0 for skipped pairs."""
     ds, tiles = s.new_zeros(s.shape), listed_tiles(plan, tile_m)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
     args = (partial, products, ds, *indices, plan.capacity, partial.shape[0], plan.num_experts)
@@ -146,9 +146,9 @@ def score_grad_launch(
 
 
 class WeightGrad(NamedTuple):
-    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q).
+    """A weight gradient to compute: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q).
 
-    adds: out, fp32, is accumulated into instead of overwritten.
+    adds: the gradient is added to out, which is fp32, instead of overwriting it.
     """
 
     kernel: Kernel
@@ -159,14 +159,14 @@ class WeightGrad(NamedTuple):
 
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
-    """The launch that computes ``grad``; out is dense, p or q contiguous."""
+    """The launch that computes ``grad``; out is dense and contiguous along p or q."""
     kernel, by_token, by_row, out, adds = grad
     p, q = by_token.shape[1], by_row.shape[1]
     transposed = is_column_major(out)
     out = out.transpose(1, 2) if transposed else out
     tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
-    # Slices are staged in shared memory: of an fp32 output they are half as wide, so that the bytes are the same.
+    # Slices are staged in shared memory. For an fp32 output they are half as wide, so that they take the same bytes.
     wider = out.element_size() > by_row.element_size() and tile.block_n >= 2 * tile.slices * MIN_BLOCK
     slices = min(2 * tile.slices, 4) if wider else tile.slices
     columns = tile.block_n // slices
@@ -194,7 +194,7 @@ def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
 
 
 def split_parts(t: Tensor, spec: ActivationSpec) -> Tensor:
-    """(E, parts, ...) view of a w1 (E, w, d) or b1 (E, w): two parts where gate and up are concatenated, else one."""
+    """A view (E, parts, ...) of w1 (E, w, d) or b1 (E, w): two parts if gate and up are concatenated, else one."""
     return t.unflatten(1, (2, -1)) if gate_up_layout(spec) == "concatenated" else t.unsqueeze(1)
 
 
@@ -203,12 +203,12 @@ def gate_up_layout(spec: ActivationSpec) -> str | None:
 
 
 def act_outputs(x: Tensor, plan: RoutingPlan, spec: ActivationSpec, n: int, keep_h: bool) -> tuple[Tensor, Tensor]:
-    """a (R_max, n) and h (R_max, w), or (0, w) where it is not kept."""
+    """Uninitialised a (R_max, n) and h (R_max, w); without ``keep_h`` h is (0, w)."""
     return x.new_empty(plan.capacity, n), x.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n)
 
 
 def dact_outputs(h: Tensor, s: Tensor, plan: RoutingPlan, n: int, column_tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dh like h, a_scaled (R_max, n) and partial (column tiles, R_max) fp32."""
+    """Uninitialised dh like h, a_scaled (R_max, n) and partial (column tiles, R_max) fp32."""
     partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
     return h.new_empty(h.shape), h.new_empty(plan.capacity, n), partial
 
@@ -222,7 +222,7 @@ def activation_constants(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, 
 
 
 def arithmetic_constants(dtype: torch.dtype) -> dict[str, Any]:
-    """PRECISION of tl.dot, and whether each k-block is summed on its own before it is added (SPLIT_ACCUM): IEEE fp32.
+    """PRECISION of tl.dot, and SPLIT_ACCUM: in IEEE fp32 each k-block is summed on its own, then added.
 
     A single chain of fp32 sums over the contraction would have an error that grows with the square root of its length.
     """
@@ -249,7 +249,7 @@ def _row_gemm_constants(
 
 
 def _h_argument(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool) -> Any:
-    """h or dh (R_max, w) as an output operand, concatenated gate and up as (R_max, 2, n)."""
+    """The kernel argument for h or dh (R_max, w) as an output; concatenated gate and up become (R_max, 2, n)."""
     width = tile.block_n // tile.slices
     if gate_up_layout(spec) == "concatenated":
         return ragged_argument(h.unflatten(1, (2, -1)), [tile.block_m, 1, width], use_tma)
@@ -257,5 +257,5 @@ def _h_argument(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool
 
 
 def needs_int64(rows: Tensor) -> bool:
-    """Whether offsets of elements of ``rows`` do not fit in 32 bits."""
+    """Whether element offsets within ``rows`` need more than 32 bits."""
     return rows.shape[0] * rows.stride(0) >= 1 << 31

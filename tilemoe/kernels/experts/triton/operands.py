@@ -1,4 +1,4 @@
-"""Loads and stores of tiles, by tensor descriptor (TMA) or by pointer, as a compile-time constant says; and `tl.dot`.
+"""Loads and stores of tiles, by tensor descriptor (TMA) or pointer as a compile-time constant says, and `tl.dot`.
 
 BM, BN, BK tile · E experts · R_max static row capacity
 
@@ -45,7 +45,7 @@ def load_weight(
 ):
     """(BK, PARTS * BN) of one expert's weight, gate's columns before up's.
 
-    Zero past ``width_in``, unspecified past ``width_out``. ACCESS "in" or "out": by descriptor, that dimension
+    Zero past ``width_in``, unspecified past ``width_out``. ACCESS "in" or "out": by descriptor; that dimension is
     contiguous. "in by pointer", "out by pointer": 16-byte loads along it. "by pointer": any strides, by element.
     """
     if ACCESS == "in":
@@ -61,7 +61,7 @@ def load_weight(
         steps = tl.arange(0, BLOCK_K)
         column = tl.arange(0, PARTS * BLOCK_N)
         inner = col + column % BLOCK_N
-        if ACCESS != "out by pointer":  # there a clamp would hide that columns are contiguous: they are masked below
+        if ACCESS != "out by pointer":  # a clamp would hide from Triton that columns are contiguous: masked below
             inner = tl.minimum(inner, width_out - 1)
         across = inner.to(tl.int64) * stride_out + (column // BLOCK_N).to(tl.int64) * stride_part
         base = weight + expert.to(tl.int64) * stride_e + tl.cast(k, tl.int64) * stride_in
@@ -99,7 +99,7 @@ def column_slices(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.
 def line_pointers(base, line, stride, columns, INT64_OFFSETS: tl.constexpr):
     """Pointers (lines, columns) to the rows ``line`` of a matrix of row stride ``stride``.
 
-    INT64_OFFSETS: for offsets of 2^31 and more. 32-bit offsets save 6% of a weight gradient.
+    INT64_OFFSETS: offsets may reach 2^31. 32-bit offsets make a weight gradient 6% faster.
     """
     first = line.to(tl.int64) * stride if INT64_OFFSETS else line * stride
     return base + (first[:, None] + columns[None, :])
@@ -107,17 +107,17 @@ def line_pointers(base, line, stride, columns, INT64_OFFSETS: tl.constexpr):
 
 @triton.jit
 def load_pointers(pointers, k, width, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """k-block (BM, BK) from column ``k`` on, given pointers to each row's first BK elements; zero past ``width``."""
+    """The k-block (BM, BK) from column ``k`` on; pointers: to each row's first BK elements. Zero past ``width``."""
     inside = (k + tl.arange(0, BLOCK_K))[None, :] < width
     return tl.load(pointers + k) if EVEN_K else tl.load(pointers + k, mask=inside, other=0.0)
 
 
 @triton.jit
 def multiply_add(left, right, acc, PRECISION: tl.constexpr, SPLIT_ACCUM: tl.constexpr):
-    """``acc + left right``, (BM, BN) fp32. SPLIT_ACCUM: this k-block's products are summed on their own, then added."""
+    """``acc + left right``, (BM, BN) fp32. SPLIT_ACCUM: the products of this k-block are summed apart, then added."""
     if SPLIT_ACCUM:
         products = tl.dot(left, right, input_precision=PRECISION)
-        # By fma: the compiler would fold a plain add into the dot's accumulator, which is one long chain again.
+        # An fma, since the compiler would fold a plain add into the dot's accumulator, again one long chain of sums.
         acc = tl.fma(products, tl.full(products.shape, 1.0, tl.float32), acc)
     else:
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
@@ -126,7 +126,7 @@ def multiply_add(left, right, acc, PRECISION: tl.constexpr, SPLIT_ACCUM: tl.cons
 
 @triton.jit
 def store_rows(out, value, end, row, col, width, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store ``value`` (BM, BN) at (row, col) of ``out`` (R_max, width), but no rows from ``end`` on."""
+    """Store ``value`` (BM, BN) at (row, col) of ``out`` (R_max, width), without the rows from ``end`` on."""
     if USE_TMA:
         tile = value.to(out.dtype).reshape(1, 1, BLOCK_M, BLOCK_N)
         out.store([_RAGGED_EXTENT, end, _RAGGED_EXTENT - end + row, col], tile)
@@ -140,7 +140,7 @@ def store_rows(out, value, end, row, col, width, USE_TMA: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def load_rows(rows, end, row, col, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BM, BN) at (row, col) of ``rows`` (R_max, width), by pointer; zero past the row ``end`` and past ``width``."""
+    """(BM, BN) at (row, col) of ``rows`` (R_max, width), by pointer; zero from row ``end`` on and past ``width``."""
     columns = col + tl.arange(0, BLOCK_N)
     corner = rows + tl.cast(row, tl.int64) * width
     mask = (row + tl.arange(0, BLOCK_M) < end)[:, None] & (columns < width)[None, :]
@@ -177,7 +177,7 @@ def store_gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), but no rows from ``end`` on."""
+    """Store gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), without the rows from ``end`` on."""
     if INTERLEAVED:
         both = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
         store_rows(h, both, end, row, 2 * col, 2 * n, USE_TMA, BLOCK_M, 2 * BLOCK_N)

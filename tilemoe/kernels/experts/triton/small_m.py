@@ -3,8 +3,8 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN, BK tile
 
-``a = act(x w1^T + b1)`` without storing h, and ``y = a w2^T + b2``. Not persistent: one small tile per CTA, so that
-many CTAs have loads in flight. A CTA finds its tile in row_start_of_expert itself, which saves launching a tile list.
+``a = act(x w1^T + b1)`` without storing h, and ``y = a w2^T + b2``. The kernels are not persistent: each CTA has one
+small tile, so that many CTAs have loads in flight. A CTA finds its tile from row_start_of_expert, without a tile list.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -43,7 +43,7 @@ def up_proj_act_launch(
 def down_proj_launch(
     a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan, block_m: int, device: Device
 ) -> tuple[Launch, Tensor]:
-    """down_proj: y (R_max, c) of w2 (E, c, n) and b2 (E, c), R_max > 0, in tiles of ``block_m`` rows. a is
+    """down_proj: y (R_max, c), R_max > 0, from w2 (E, c, n) and b2 (E, c), in tiles of ``block_m`` rows. a is
     contiguous."""
     (d, n), weight = w2.shape[1:], w2.transpose(1, 2)
     tile = choose_small_m_tile("down_proj", block_m, n, d, a.element_size(), device, None)
@@ -54,7 +54,7 @@ def down_proj_launch(
 
 
 def _grid(plan: RoutingPlan, width: int, tile: TileConfig) -> tuple[int, int]:
-    """(largest possible number of row tiles, column tiles)."""
+    """The grid: (largest possible number of row tiles, number of column tiles)."""
     rows = plan.capacity
     return min(rows, ceil_div(rows, tile.block_m) + plan.num_experts), ceil_div(width, tile.block_n)
 
@@ -78,7 +78,7 @@ def _constants(weight: Tensor, width: int, bias: Tensor | None, tile: TileConfig
 
 
 def _wide_loads(weight: Tensor) -> str:
-    """The dimension, "in" or "out", along which a weight can be read 16 bytes at a time; "" where none is."""
+    """The dimension, "in" or "out", along which a weight can be read 16 bytes at a time; "" if neither can."""
     for name, along, across in (("in", 1, 2), ("out", 2, 1)):
         others = (weight.stride(0), weight.stride(across))
         if weight.stride(along) == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in others):
@@ -195,7 +195,7 @@ def down_proj_small_m_kernel(
 
 @triton.jit
 def _tile(row_start_of_expert, index, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(expert, first row, end of the expert's rows) of row tile ``index``; past the last tile expert is num_experts."""
+    """(expert, first row, end of the expert's rows) of row tile ``index``; expert is num_experts past the last tile."""
     experts = tl.arange(0, BLOCK_E)
     exists = experts < num_experts
     start = tl.load(row_start_of_expert + experts, mask=exists, other=0)
@@ -217,7 +217,7 @@ def _multiply(
 ):  # fmt: skip
     """(BM, BN) fp32: rows times the weight's columns ``column`` (BN); left (BM, BK) points to the rows' first k-block.
 
-    Only the rows ``used`` are loaded: loading also those of a tile that do not exist would add a quarter to the bytes.
+    Only the rows ``used`` are loaded: loading a tile's unused rows too would add a quarter to the bytes.
     """
     if WIDE_LOADS == "in":
         stride_we, stride_wout = stride_we // 8 * 8, stride_wout // 8 * 8
@@ -228,7 +228,7 @@ def _multiply(
     right = right + step.to(tl.int64)[:, None] * stride_win + column.to(tl.int64)[None, :] * stride_wout
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, width_in, BLOCK_K):
-        # The weight is loaded first: its address is known before the gathered rows'.
+        # The weight is loaded first: its address is known earlier than those of the gathered rows.
         if EVEN:
             columns = tl.load(right + tl.cast(k, tl.int64) * stride_win)
             rows = tl.load(left + k, mask=used[:, None], other=0.0)

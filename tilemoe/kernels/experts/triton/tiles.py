@@ -13,14 +13,14 @@ from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, launch_of, power_of_two
 
 _BLOCK = 128
-_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
+_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with at most this many experts share one binary
 
 
 @triton.jit
 def tile_place(index, row_tiles, column_tiles, BAND: tl.constexpr):
     """(row tile, column tile) of tile ``index`` < row_tiles * column_tiles, column tiles innermost.
 
-    BAND: all row tiles of BAND column tiles come before the next BAND, 0: no bands; see `configs.band_tiles`.
+    BAND: the column tiles of a band, whose row tiles all come before the next band; 0: none. See `configs.band_tiles`.
     """
     if BAND == 0:
         row_tile, column_tile = index // column_tiles, index % column_tiles
@@ -34,7 +34,7 @@ def tile_place(index, row_tiles, column_tiles, BAND: tl.constexpr):
 def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
     """The plan's list of tiles of ``tile_m`` rows, made at first use and kept in the plan.
 
-    ``ahead``: further tile heights that will be needed, listed by the same launch.
+    ``ahead``: further tile heights that will be needed; the same launch lists them.
     """
     known = plan.tiles
     if tile_m not in known:
@@ -46,10 +46,10 @@ def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
 
 
 def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[TileList]]:
-    """(launch, lists): the launch fills a TileList for each of one or two tile heights ``tile_ms``.
+    """(launch, lists): the launch fills a TileList for each of the tile heights ``tile_ms``, one or two.
 
-    Each expert's rows are cut into tiles of that height, the last of which may be shorter. The launch also sets the
-    plan's `tile_counter` to 0, which is made here for its first lists.
+    Each expert's rows are cut into tiles of that height; the last may be shorter. The launch also sets the plan's
+    `tile_counter` to 0; the first call for a plan allocates it.
     """
     assert len(tile_ms) in (1, 2), "what the kernel takes"
     start = plan.row_start_of_expert
@@ -57,7 +57,7 @@ def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[Ti
     of_lists = (length for capacity in capacities for length in (capacity, capacity, capacity, 1))
     *vectors, counter = int32_vectors(start, *of_lists, 1)
     if plan.tile_counter is None:
-        object.__setattr__(plan, "tile_counter", counter)  # a frozen plan's, as its tiles
+        object.__setattr__(plan, "tile_counter", counter)  # the plan is a frozen dataclass
     lists = [TileList(*vectors[first : first + 4]) for first in range(0, len(vectors), 4)]
     experts = max(_FEWEST_EXPERTS, power_of_two(plan.num_experts))
     heights = (tile_ms[0], (*tile_ms, 0)[1])
@@ -83,7 +83,7 @@ def tile_lists_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One CTA per expert lists its tiles; a second list if second_tile_m is not 0.
+    """Each CTA lists the tiles of one expert, and fills a second list if second_tile_m is not 0.
 
     Neither height is a compile-time constant, so that all launches share one binary.
     """
@@ -103,7 +103,7 @@ def tile_lists_kernel(
 
 @triton.jit
 def _list_own(starts, ends, row, end, tiles, num_experts, tile_m, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the tiles of the experts before this CTA's, then list its own tiles, of the rows ``row`` to ``end``."""
+    """Count the tiles of the experts before this CTA's, then list its own, which cover the rows ``row`` to ``end``."""
     expert_of_tile, row_of_tile, end_of_tile, num_tiles = tiles
     expert = tl.program_id(0)
     before = tl.sum(tl.where(tl.arange(0, BLOCK_E) < expert, tl.cdiv(ends - starts, tile_m), 0))

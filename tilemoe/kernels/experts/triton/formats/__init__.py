@@ -1,1 +1,1 @@
-"""The formats of operands by Triton kernels: what quantises them, and what a mainloop loads."""
+"""The formats of operands in Triton: the kernels that quantise them, and the loads that a mainloop calls."""

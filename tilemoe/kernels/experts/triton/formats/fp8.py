@@ -1,4 +1,4 @@
-"""`formats.fp8` by Triton's kernels: rows quantised in each call, weights once for each block until they change.
+"""`formats.fp8` in Triton kernels. Rows are quantised in each call, weights once per block shape until they change.
 
 T tokens · E experts · R_max static row capacity · p, q an operand's last two dimensions
 """
@@ -21,18 +21,18 @@ __all__ = ["quantizes_wgrad", "rows_for", "weight_for", "wgrad_operands", "why_n
 
 
 def rows_for(gemm: str, rows: GemmOperand) -> Operand:
-    """x, a, do or dh (., p)."""
+    """x, a, do or dh (., p) as ``gemm`` reads it."""
     if isinstance(rows, Operand):
         return rows
     return quantized_blocks(aligned_rows(rows), BLOCK if gemm == "down_proj" else rows.shape[1])
 
 
 def weight_for(gemm: str, weight: WeightOperand) -> Operand:
-    """w1 or w2 (E, p, q), contiguous along the contraction."""
+    """w1 or w2 (E, p, q) as ``gemm`` reads it, contiguous along the contraction."""
     assert isinstance(weight, Tensor | Operand), "packed weights are for precision bf16"
     return block_weight(weight) if gemm == "down_proj" else row_weight(weight, contracted_by(gemm))
 
 
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[transpose.WgradOperands]:
-    """Of by_token (T, p) and by_row (R_max, q), p and q multiples of 128: see `transpose.wgrad_operands`."""
+    """`transpose.wgrad_operands` of by_token (T, p) and by_row (R_max, q); p and q are multiples of 128."""
     return transpose.wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan)

@@ -1,4 +1,4 @@
-"""The loads of 4-bit weights: values of codes, and factors of scales, by format; NF4's scales from a byte each.
+"""The loads of 4-bit weights: codes to values and scales to factors, by format; and NF4's scales from a byte each.
 
 E experts · p, q a weight's last two dimensions, as stored · m = p q / 64 scales of an expert
 """
@@ -16,13 +16,13 @@ from tilemoe.runtime.launch import ceil_div, launch_of
 
 _NESTED = tl.constexpr(nf4.nested_values())
 _NESTED_BLOCK = tl.constexpr(nf4.NESTED_BLOCK)
-_NESTED_BLOCKS = 16  # of a program, which makes the table of values first
+_NESTED_BLOCKS = 16  # blocks per CTA, which first makes the table of values
 _NF4 = tl.constexpr(nf4.CODES)
 _MXFP4 = tl.constexpr(mxfp4.VALUES)
 
 
 def with_whole_scales(weight: Nf4Weight) -> Nf4Weight:
-    """As `Nf4Weight.with_whole_scales`, without its temporaries: scales (E, p, q / 64) fp32."""
+    """`Nf4Weight.with_whole_scales` without its temporaries: scales (E, p, q / 64) fp32."""
     if weight.nested is None:
         return weight
     stored = weight if weight.blocked == 2 else weight.transpose(1, 2)
@@ -32,14 +32,14 @@ def with_whole_scales(weight: Nf4Weight) -> Nf4Weight:
     grid = (ceil_div(count, _NESTED_BLOCKS * nf4.NESTED_BLOCK), experts)
     args = (absmax, nested, out, count, nested.stride(0))
     launch_of(nested_scales_kernel, grid, args, {"BLOCKS": _NESTED_BLOCKS}, num_warps=8).run()
-    out.add_(nested[:, :1, None])  # apart: in one kernel it would be fused with the product, and not rounded in between
+    out.add_(nested[:, :1, None])  # in the kernel it would be an fma, without the rounding between product and sum
     whole = Nf4Weight(stored.codes, out)
     return whole if weight.blocked == 2 else whole.transpose(1, 2)
 
 
 @triton.jit
 def nested_scales_kernel(absmax, nested, out, count, stride_nested, BLOCKS: tl.constexpr):
-    """out (E, count) fp32: the values of absmax's bytes times nested's scale of each 256, before the mean is added."""
+    """out (E, count) fp32: the value of each byte of absmax times its block's scale in nested, without the mean."""
     expert = tl.program_id(1).to(tl.int64)
     absmax, out, nested = absmax + expert * count, out + expert * count, nested + expert * stride_nested + 1
     value = tl.arange(0, 256)
@@ -68,8 +68,8 @@ def code_table(FORMAT: tl.constexpr):
 def decode(words, table, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(ROWS, COLUMNS) fp32 code values of int32 words (ROWS, COLUMNS / 8).
 
-    The first of a byte's two codes is its high half in NF4, its low half in MXFP4. Codes are shifted out, and looked up
-    by a gather of shared memory.
+    The first of a byte's two codes is its high half in NF4, its low half in MXFP4. Codes are extracted by shifts, and
+    looked up by a gather from shared memory.
     """
     if FORMAT == "nf4":
         first = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
@@ -83,7 +83,7 @@ def decode(words, table, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def factors(scales, FORMAT: tl.constexpr):
-    """What values are multiplied by: NF4's scales as they are, 2^(exponent - 127) of MXFP4's bytes."""
+    """The factors of the values: NF4's scales unchanged, or 2^(exponent - 127) for MXFP4's bytes."""
     if FORMAT == "mxfp4":
         exponents = scales.to(tl.int32)
         scales = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)

@@ -3,9 +3,9 @@
 E experts · R rows · blocks of 1 x 128 or whole rows (rows), of 128 x 128 or whole rows (weights)
 
 Memory-bound and not persistent: a CTA quantises 4096 values of rows, or one longer block of a row; one block or 64
-rows of a weight. Also the way back, and rows packed with their scales into int32 words.
+rows of a weight. There are also kernels that dequantise, and that pack rows with their scales into int32 words.
 
-Rows are quantised in each call, weights once for each block, and kept until they change (`formats.fp8.kept`).
+Rows are quantised in each call. Weights are quantised once for each block shape and cached (`formats.fp8.kept`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -33,7 +33,7 @@ from tilemoe.runtime.launch import Launch, ceil_div, launch_of
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_VALUES = 32 * BLOCK  # of rows, per CTA: 8 KB in 16 bits
+_VALUES = 32 * BLOCK  # values of rows per CTA: 8 KB in 16 bits
 _MOST_VALUES_OF_4_WARPS = 16384  # beyond, registers spill
 _LINES = 64  # rows of a weight per CTA
 _MIN_CAPABILITY = 89  # Ada is the first with instructions that multiply e4m3 and convert to it
@@ -60,7 +60,7 @@ def quantized_blocks(rows: Tensor, width: int) -> Operand:
 
 
 def dequantized_rows(rows: Operand) -> Tensor:
-    """Values (R, p) of what `quantized_rows` or `quantized_blocks` made, in the dtype that was quantised."""
+    """The inverse of `quantized_rows` or `quantized_blocks`: values (R, p) in the dtype before quantisation."""
     launch, values = dense_rows_launch(rows)
     if values.shape[0]:
         launch.run()
@@ -70,18 +70,18 @@ def dequantized_rows(rows: Operand) -> Tensor:
 def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """``weight`` (E, p, q) with a scale for each line along dimension ``contracted``, 1 or 2, and contiguous along it.
 
-    For up_proj, down_proj_dgrad and up_proj_dgrad. Kept until it changes; an `Operand` is returned as it is.
+    For up_proj, down_proj_dgrad and up_proj_dgrad. Cached until the weight changes; an `Operand` is returned as it is.
     """
     return weight if isinstance(weight, Operand) else kept(weight, weight_block(weight, contracted), quantized_weight)
 
 
 def block_weight(weight: Tensor | Operand) -> Operand:
-    """``weight`` (E, p, q) with a scale for each 128 x 128, contiguous: for down_proj. Kept as `row_weight`'s."""
+    """``weight`` (E, p, q), for down_proj: contiguous, with a scale for each 128 x 128. Cached as in `row_weight`."""
     return weight if isinstance(weight, Operand) else kept(weight, WEIGHTS, quantized_weight)
 
 
 def quantized_weight(weight: Tensor, block: tuple[int, int]) -> Operand:
-    """``weight`` (E, p, q) of any strides quantised in blocks of 128 x 128 or of whole lines, contiguous along them."""
+    """``weight`` (E, p, q), any strides, quantised in blocks of 128 x 128 or of whole lines; contiguous along lines."""
     if block == WEIGHTS:
         launch, operand = block_weight_launch(weight)
     elif block[0] == 1:
@@ -96,7 +96,7 @@ def quantized_weight(weight: Tensor, block: tuple[int, int]) -> Operand:
 def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None = None) -> tuple[Launch, Operand]:
     """(launch, operand): quantises values (R, p), rows contiguous, in blocks of 1 x block_width, which divides p.
 
-    into: the operand to write to, its rows whole words apart.
+    into: the operand to write to; its row stride is a whole number of words.
     """
     count, width = values.shape
     if into is None:
@@ -113,7 +113,7 @@ def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None =
 
 
 def pack_rows(rows: Tensor) -> Tensor:
-    """As `tilemoe.kernels.experts.formats.fp8.pack_rows`."""
+    """`tilemoe.kernels.experts.formats.fp8.pack_rows` in one kernel."""
     device_of(rows)
     words = rows.new_empty(rows.shape[0], words_of_row(rows.shape[1]), dtype=torch.int32)
     if rows.shape[0]:
@@ -123,13 +123,13 @@ def pack_rows(rows: Tensor) -> Tensor:
 
 
 def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tilemoe.kernels.experts.formats.fp8.unpack_rows`."""
+    """`tilemoe.kernels.experts.formats.fp8.unpack_rows` in one kernel."""
     device_of(words)
     return dequantized_rows(packed_operand(words, dtype))
 
 
 def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
-    """(launch, values (R, p)): dequantises contiguous rows with a scale per row, or per multiple of 128."""
+    """(launch, values (R, p)): dequantises contiguous rows with a scale per row, or per block, a multiple of 128."""
     data, scale = rows.data, rows.scale
     count, width = data.shape
     values = data.new_empty(count, width, dtype=rows.dtype)
@@ -150,11 +150,9 @@ def block_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
 
 
 def row_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
-    """(launch, operand): quantises weight (E, p, q) of any strides with a scale for each of E x p rows, to contiguous
-    data.
-    """
+    """(launch, operand): quantises weight (E, p, q) of any strides with a scale per row (E, p), to contiguous data."""
     experts, p, q = weight.shape
-    if weight.is_contiguous():  # rows that a CTA can hold are read once
+    if weight.is_contiguous():  # a CTA that can hold a row reads it once
         launch, rows = rows_launch(weight.flatten(0, 1), q)
         return launch, Operand(rows.data.view(experts, p, q), rows.scale.view(experts, p, 1), (1, q), weight.dtype)
     data = weight.new_empty(experts, p, q, dtype=torch.float8_e4m3fn)
@@ -172,7 +170,7 @@ def scale_for(largest, has_nan):
 
 @triton.jit
 def rounded(values, scale):
-    """e4m3 of ``values * (1 / scale)``, clamped: the product may round to more than 448, for which e4m3 has NaN."""
+    """``values * (1 / scale)`` in e4m3. It is clamped, since a product above 448 would become NaN."""
     return tl.clamp(values * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
@@ -183,7 +181,7 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """values (R, p) -> data (R, p) e4m3 and scale (R, p / block_width) fp32.
 
-    The strides are those of rows, data's in words, so that the compiler knows that it may write four values at once.
+    The strides are row strides; data's counts words, so that the compiler knows that it may write four values at once.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
@@ -228,7 +226,7 @@ def quantize_blocks_kernel(weight, data, scale, p, q, stride_e, stride_p, stride
 
 @triton.jit
 def quantize_weight_rows_kernel(weight, data, scale, p, q, stride_e, stride_p, stride_q, BLOCK_P: tl.constexpr):
-    """weight (E, p, q) -> data (E, p, q) and scale (E, p). A CTA reads its rows twice: for scales, then to round."""
+    """weight (E, p, q) -> data (E, p, q) and scale (E, p). A CTA reads rows twice: for the scales, then to round."""
     expert = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     step = tl.arange(0, _BLOCK)

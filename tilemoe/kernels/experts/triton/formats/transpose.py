@@ -1,13 +1,13 @@
 """Transposed copies of the FP8 operands of down_proj_wgrad and up_proj_wgrad, ``out_e = A_e^T B_e``.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered: x or do) and B (dh or a_scaled)
-C capacity of the list of row tiles · L = C * 128 room along the rows · c width of a slice of A's columns
+C capacity of the list of row tiles · L = C * 128 length of the copies along the rows · c width of a slice of A
 
-Tensor cores read 8-bit operands contiguous along the contraction, here an expert's rows. So both operands are copied:
-A's quantised tokens as they are, gathered and transposed, (c, L), one slice of columns after the other to bound the
-memory; B times its tokens' scales, quantised with one scale per expert and transposed, (q, L). An expert's rows take
-whole blocks of 128, from `first_block` on, zeros past its last. So the GEMM (`hopper.gemm_wgrad`) scales nothing
-but its result, by the expert's scale.
+Tensor cores need 8-bit operands contiguous along the contraction, here an expert's rows. So both operands are copied.
+A's quantised tokens are gathered and transposed to (c, L), one slice of columns after the other to bound the memory.
+B is multiplied by its tokens' scales, quantised with one scale per expert, and transposed to (q, L). An expert's rows
+take whole blocks of 128, from `first_block` on, padded with zeros. The GEMM (`hopper.gemm_wgrad`) multiplies only its
+result by a scale, the expert's.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -34,8 +34,8 @@ _PART = tl.constexpr(PART)
 
 
 class WgradOperands(NamedTuple):
-    """For A's columns from ``first`` on: by_token (c, L) and by_row (q, L), e4m3; scale (E), unspecified for an expert
-    without rows.
+    """The operands for A's columns from ``first`` on: by_token (c, L) and by_row (q, L), e4m3; scale (E), unspecified
+    for an expert without rows.
     """
 
     first: int
@@ -45,9 +45,10 @@ class WgradOperands(NamedTuple):
 
 
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[WgradOperands]:
-    """Of each slice of by_token (T, p), rows contiguous, and of by_row (R_max, q), contiguous; p, q multiples of 128.
+    """Yields the operands for each slice of by_token's columns. by_token (T, p) has contiguous rows, by_row (R_max, q)
+    is contiguous; p and q are multiples of 128.
 
-    A slice overwrites the one before it: its GEMM has to be launched first.
+    A slice overwrites the one before: launch a slice's GEMM before asking for the next.
     """
     tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
     find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
@@ -64,7 +65,7 @@ def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Itera
 
 
 def gather_launch(data: Tensor, out: Tensor, plan: RoutingPlan, tiles: TileList) -> Launch:
-    """Each row's token of data (T, c), e4m3, transposed, to out (c, L)."""
+    """The launch that gathers each row's token of data (T, c), e4m3, and writes it transposed to out (c, L)."""
     indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
     width = data.shape[1]
     args = (data.view(torch.uint8), out.view(torch.uint8), *indices, width, data.stride(0), tiles.capacity)
@@ -72,8 +73,8 @@ def gather_launch(data: Tensor, out: Tensor, plan: RoutingPlan, tiles: TileList)
 
 
 def largest_launch(rows: Tensor, scale: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
-    """(launch, largest (C, parts) fp32): of `PART` columns of each row tile, the largest magnitude of rows (R_max, q)
-    times scale (T, 1).
+    """(launch, largest (C, parts) fp32): the largest magnitude of rows (R_max, q) times scale (T, 1), in each part of
+    `PART` columns of each row tile.
     """
     width = rows.shape[1]
     largest = scale.new_empty(tiles.capacity, ceil_div(width, PART))
@@ -95,7 +96,7 @@ def quantize_launch(
 
 @triton.jit
 def first_block(start, expert):
-    """The first block of 128 along the rows that an expert has, whose rows begin at ``start``.
+    """The first block of 128 in the copies for an expert whose rows begin at ``start``.
 
     Experts do not overlap: ``start // 128 + ceil(count / 128)`` is at most ``(start + count) // 128 + 1``.
     """
@@ -107,7 +108,7 @@ def gather_transposed_kernel(
     data, out, token_of_row, row_start_of_expert, expert_of_tile, row_of_tile, end_of_tile, num_tiles,
     width, stride, capacity,
 ):  # fmt: skip
-    """data (T, ``width`` = c) -> out (c, L), bytes; a CTA moves 128 columns of a row tile."""
+    """data (T, ``width`` = c) -> out (c, L), both of bytes; a CTA moves 128 columns of a row tile."""
     columns = width // _BLOCK
     tile = tl.program_id(0) // columns
     if tile < tl.load(num_tiles):
@@ -123,7 +124,7 @@ def gather_transposed_kernel(
 
 @triton.jit
 def _store_transposed(out, values, start, expert, first, column, capacity):
-    """``values`` (128, 128) of the rows from ``first`` on to out (., L) at ``column``, transposed."""
+    """Store ``values`` (128, 128), of the rows from ``first`` on, transposed to out (., L) at ``column``."""
     block = first_block(start, expert) + (first - start) // _BLOCK
     line = out + column.to(tl.int64)[:, None] * (capacity * _BLOCK)
     tl.store(line + block * _BLOCK + tl.arange(0, _BLOCK)[None, :], tl.trans(values))
@@ -131,9 +132,9 @@ def _store_transposed(out, values, start, expert, first, column, capacity):
 
 @triton.jit
 def largest_of_tiles_kernel(rows, token_scale, largest, token_of_row, row_of_tile, end_of_tile, num_tiles, width):
-    """rows (R_max, ``width`` = q), token_scale (T) -> largest (C, parts): NaN if one of the products is.
+    """rows (R_max, ``width`` = q), token_scale (T) -> largest (C, parts), NaN where a product is NaN.
 
-    A CTA has the columns of one part of a row tile.
+    A CTA handles one part of a row tile's columns.
     """
     parts = tl.cdiv(width, _PART)
     tile, begin = tl.program_id(0) // parts, tl.program_id(0) % parts * _PART
@@ -160,7 +161,7 @@ def quantize_transposed_kernel(
 ):  # fmt: skip
     """rows (R_max, ``width`` = q), token_scale (T), largest (C, parts) -> data (q, L), scale (E).
 
-    A CTA has 128 columns of a row tile.
+    A CTA handles 128 columns of a row tile.
     """
     columns = width // _BLOCK
     tile, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
@@ -183,7 +184,7 @@ def quantize_transposed_kernel(
 
 @triton.jit
 def _scale_of_expert(largest, count):
-    """The scale of an expert from ``count`` largest magnitudes of its parts."""
+    """The scale of an expert, from the ``count`` largest magnitudes of its parts."""
     most, has_nan = 0.0, 0
     for at in range(0, count, _BLOCK):
         index = at + tl.arange(0, _BLOCK)
