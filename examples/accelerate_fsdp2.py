@@ -27,7 +27,7 @@ BYTES = 256
 
 
 def make_model() -> PreTrainedModel:
-    """The same weights in every process."""
+    """The model, with the same weights in every process."""
     tilemoe_transformers.register()
     torch.manual_seed(0)
     config = OlmoeConfig(
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(options.out, state_dict=state)
-    accelerator.wait_for_everyone()  # torchrun ends the job when one process fails, at its very end too
+    accelerator.wait_for_everyone()  # if a process fails at exit, torchrun ends the others while they write
     accelerator.end_training()
 
 

@@ -22,14 +22,14 @@ from tilemoe.kernels.experts.torch.backend import TorchBackend
 
 
 class LoopBackend(TorchBackend):
-    """F2, the down projection, as a loop over the experts, in fp64 whatever the layer's dtype."""
+    """The down projection as a loop over the experts, in fp64 whatever the layer's dtype."""
 
     name = "loop"
 
     def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: tilemoe.RoutingPlan) -> Tensor:
         """``y = a w2^T + b2``: (R_max, c) of a (R_max, n), w2 (E, c, n), b2 (E, c); c is d or a part of it."""
         y = a.new_zeros(a.shape[0], w2.shape[1])
-        # The rows of expert e are those from row_start_of_expert[e] to the next. A GPU would be waited for here.
+        # The rows of expert e begin at row_start_of_expert[e]. On a GPU tolist() waits for the device.
         for expert, (start, end) in enumerate(pairwise(plan.row_start_of_expert.tolist())):
             rows = a[start:end].double() @ w2[expert].double().t()
             y[start:end] = rows if b2 is None else rows + b2[expert]

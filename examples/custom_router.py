@@ -20,7 +20,7 @@ import tilemoe
 
 
 class ExpertChoice(nn.Module):
-    """x (T, d) -> a Routing in which each of E experts takes the ``capacity * T / E`` tokens that it scores highest."""
+    """x (T, d) -> a Routing in which each of E experts takes its ``capacity * T / E`` tokens of highest score."""
 
     def __init__(self, hidden_size: int, experts: int, capacity: float = 2.0) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ExpertChoice(nn.Module):
     def forward(self, x: Tensor) -> tilemoe.Routing:
         tokens, experts = x.shape[0], self.linear.out_features
         each = min(tokens, max(1, int(self.capacity * tokens / experts)))
-        # (E, each): every expert is full, and none too full
+        # (E, each): every expert has equally many tokens
         scores, token = self.linear(x).softmax(-1).t().topk(each)
         expert = torch.arange(experts, device=x.device)[:, None].expand_as(token)
         plan = tilemoe.plan_pairs(token.flatten(), expert.flatten(), num_tokens=tokens, num_experts=experts)

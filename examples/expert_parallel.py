@@ -29,7 +29,7 @@ BYTES = 256
 
 
 def load(name: str | None) -> PreTrainedModel:
-    """The same weights in every process."""
+    """The model, with the same weights in every process."""
     tilemoe_transformers.register()
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, experts_implementation="tilemoe")
@@ -50,14 +50,14 @@ def load(name: str | None) -> PreTrainedModel:
 
 
 def share(model: PreTrainedModel, device_type: str, expert: int) -> None:
-    """Experts over ``expert`` processes, which are neighbours; the rest over all of them. In bf16 on GPUs."""
+    """Divide experts over ``expert`` neighbouring processes, and the rest over all processes. In bf16 on GPUs."""
     sizes = (dist.get_world_size() // expert, expert)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device_type == "cuda" else MixedPrecisionPolicy()
     expert_parallel(model, init_device_mesh(device_type, sizes, mesh_dim_names=("fsdp", "expert")), mp_policy=policy)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    # In each layer the host waits for the sizes of an exchange: too long to begin the next layer's gather only then.
+    # In each layer the host waits for the sizes of an exchange: prefetch the next layer's weights before that.
     for layer, following in pairwise(model.model.layers):
         layer.set_modules_to_forward_prefetch([part for part in following.modules() if isinstance(part, FSDPModule)])
 
@@ -99,14 +99,14 @@ def main(arguments: list[str] | None = None) -> None:
         dist.all_reduce(loss)
         if dist.get_rank() == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:4}  loss {loss.item() / dist.get_world_size():.3f} nats/token", flush=True)
-    # Whole, in rank 0's memory; torch.distributed.checkpoint saves model.state_dict() in parts instead, to go on from.
+    # The whole model in rank 0's memory. To resume, save model.state_dict() in parts by torch.distributed.checkpoint.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         model.save_pretrained(options.out, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(options.out)
         print(f"wrote {options.out}")
-    dist.barrier()  # torchrun ends the job when one process fails, at its very end too: not while this one writes
+    dist.barrier()  # if a process fails at exit, torchrun ends the others: none may still be writing then
     dist.destroy_process_group()
 
 

@@ -1,10 +1,10 @@
-"""GRPO with routing replay: transformers samples and its experts are recorded, TRL's GRPOTrainer trains the same ones.
+"""GRPO with routing replay: experts chosen while transformers samples are recorded, and TRL's GRPOTrainer uses them.
 
     pip install 'tilemoe[lora]' trl datasets
     python examples/grpo.py                                              # a small random Qwen3-MoE, on any machine
     python examples/grpo.py --model FOLDER --prompts prompts.jsonl --steps 100 --lr 1e-5
 
-`ReplayTrainer` is what you copy; the rest is ordinary TRL code. benchmarks/log_probs.py measures what replay changes.
+Copy `ReplayTrainer`; the rest is ordinary TRL code. benchmarks/log_probs.py measures what replay changes.
 
 B sequences · S tokens of prompt and completion · L MoE layers · K experts per token
 """
@@ -29,9 +29,9 @@ from tilemoe.integrations.replay import record_routing, replay_routing
 
 
 class ReplayTrainer(GRPOTrainer):
-    """Trains each token with the experts that it was sampled with; the old log-probabilities are of these, too.
+    """Trains each token with the experts that it was sampled with; the old log-probabilities use these, too.
 
-    A reference model (``beta``) chooses its own. ValueError: something else than one `generate` is to sample.
+    A reference model (``beta``) chooses its own experts. ValueError: the settings do not sample by one `generate`.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -46,16 +46,16 @@ class ReplayTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
-        ids = self.record.expert_ids(len(out["prompt_ids"]))  # (L, B, S - 1, K): none of the last token
+        ids = self.record.expert_ids(len(out["prompt_ids"]))  # (L, B, S - 1, K): the last token has none
         padding = out["prompt_ids"].shape[1] + out["completion_ids"].shape[1] - ids.shape[2]
         out["expert_ids"] = F.pad(ids, (0, 0, 0, padding), value=-1).permute(1, 2, 0, 3)  # TRL splits along B
-        if "old_per_token_logps" in out:  # with num_iterations > 1; TRL's are of experts that are chosen again
+        if "old_per_token_logps" in out:  # with num_iterations > 1; TRL computed them with newly chosen experts
             out["old_per_token_logps"] = self._old_log_probs(out)
         return out
 
     @torch.no_grad()
     def _old_log_probs(self, batch: dict[str, Any]) -> Tensor:
-        """(B, tokens of completions), a micro-batch at a time."""
+        """The completions' log-probabilities (B, completion tokens), computed a micro-batch at a time."""
         found, size = [], self.args.per_device_train_batch_size
         for start in range(0, len(batch["prompt_ids"]), size):
             names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "expert_ids")
@@ -74,7 +74,7 @@ class ReplayTrainer(GRPOTrainer):
         return replay_routing(self.model, batch["expert_ids"].permute(2, 0, 1, 3), mask)
 
     def training_step(self, *args: Any, **more: Any) -> Tensor:
-        with ExitStack() as self.replay:  # around the backward, too: checkpointing repeats the forward there
+        with ExitStack() as self.replay:  # includes the backward, where checkpointing repeats the forward
             return super().training_step(*args, **more)
 
     def prediction_step(self, *args: Any, **more: Any) -> Any:
@@ -92,7 +92,7 @@ def share_of_e(completions: list[str], **_: Any) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """The mean rewards of the steps."""
+    """Train; returns the mean reward of each step."""
     parser = argparse.ArgumentParser(description="GRPO of a transformers MoE model with routing replay.")
     parser.add_argument("--model", help="a name on the hub or a folder; none: a small random Qwen3-MoE")
     parser.add_argument("--prompts", type=Path, help='JSONL of "prompt"; none: sums of two digits')
@@ -108,10 +108,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
         model, tokenizer = small_model()
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model = AutoModelForCausalLM.from_pretrained(  # in bf16, small steps would be lost
+        model = AutoModelForCausalLM.from_pretrained(  # fp32, because bf16 would lose small steps
             options.model, dtype=torch.float32, experts_implementation="tilemoe"
         )
-    model.config.output_router_logits = False  # transformers' generate fails with them on prompts of several lengths
+    model.config.output_router_logits = False  # else transformers' generate fails on prompts of different lengths
     if options.prompts is None:
         prompts = Dataset.from_dict({"prompt": [f"{left} + {right}?" for left in range(10) for right in range(10)]})
     else:

@@ -31,7 +31,7 @@ BYTES = 256
 
 
 def model_and_ids(name: str | None, text: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, torch.Tensor]:
-    """The model, its tokenizer and the text's ids; a small OLMoE over bytes, without one, where no model is named."""
+    """The model, its tokenizer and the text's ids. name None: a small OLMoE over bytes, without a tokenizer."""
     if name is None:
         config = OlmoeConfig(
             vocab_size=BYTES,

@@ -23,7 +23,7 @@ from tilemoe.models.huggingface import load_hf, save_hf
 
 
 def load(folder: Path | None) -> DecoderLM:
-    """The model in ``folder``, in bf16 on a GPU; a small random one over bytes where none is named."""
+    """The model in ``folder``, in bf16 on a GPU. None: a small random model over bytes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if folder is not None:
         return load_hf(folder, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)

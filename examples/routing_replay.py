@@ -2,11 +2,11 @@
 
     python examples/routing_replay.py
 
-The program that samples and the one that trains round differently. If two experts of a token are nearly tied, this
+The program that samples and the one that trains round differently. If two experts of a token are nearly tied, rounding
 alone can choose another expert in training. Then the token's log-probability differs, and the ratio in the policy
 gradient is not one even before the first update. Here the sampler's routers differ from the trainer's by a millionth,
-as another program's would. Every expert starts with a twin that nearly ties with it, and three experts per token must
-break up a pair. So a small model shows in a few tokens what a large one shows in many.
+like another program's. Every expert starts with a twin that nearly ties with it, and choosing three experts per token
+always splits a pair. So a small model shows in a few tokens what a large one shows in many.
 
 The policy learns to write letters of the first half of its alphabet.
 
@@ -29,7 +29,7 @@ LETTERS, B, N = 26, 32, 12
 
 
 class Rollout(NamedTuple):
-    """tokens (B, 1 + N), the first of them the prompt · log_probs (B, N) · expert_ids (L, B, N, K)"""
+    """tokens (B, 1 + N), of which the first is the prompt · log_probs (B, N) · expert_ids (L, B, N, K)"""
 
     tokens: Tensor
     log_probs: Tensor
@@ -37,8 +37,8 @@ class Rollout(NamedTuple):
 
 
 class Step(NamedTuple):
-    """reward: the mean · replayed, free: the largest difference of a log-probability between the sampler and the
-    trainer before its update, with the recorded experts and with those that it would choose itself.
+    """reward: the mean reward · replayed, free: the largest difference between a log-probability of the sampler and of
+    the trainer before its update, with the recorded experts and with experts that the trainer chooses itself.
     """
 
     reward: float
@@ -54,7 +54,7 @@ def make_policy() -> tilemoe.DecoderLM:
         for block in policy.blocks:
             weight = block.mlp.router.weight
             weight[1::2] = weight[::2] * (1 + 1e-6 * torch.randn_like(weight[::2]))
-    policy.set_checkpointing("block")  # the repeated forward replays, too
+    policy.set_checkpointing("block")  # the recomputed forward replays, too
     return policy
 
 
@@ -69,7 +69,7 @@ def sampler_of(policy: tilemoe.DecoderLM) -> tilemoe.DecoderLM:
 
 @torch.no_grad()
 def sample(model: tilemoe.DecoderLM) -> Rollout:
-    """One token at a time, with a key-value cache."""
+    """Sample one token at a time, with a key-value cache."""
     cache, record = KVCache(model.config.num_layers, N), tilemoe.RoutingRecord()
     tokens, log_probs = [torch.randint(LETTERS, (B, 1))], []
     for _ in range(N):
@@ -80,7 +80,7 @@ def sample(model: tilemoe.DecoderLM) -> Rollout:
 
 
 def log_probs_of(model: tilemoe.DecoderLM, tokens: Tensor, expert_ids: Tensor | None) -> Tensor:
-    """(B, N) of the tokens after the first, in one forward."""
+    """The log-probabilities (B, N) of the tokens after the first, in one forward."""
     logits = model(tokens[:, :-1], expert_ids=expert_ids).logits
     return logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
 

@@ -43,7 +43,7 @@ SPECIAL = ["<end>", "<user>", "<assistant>"]
 
 
 def small_model(**changes: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Random weights, over bytes; ``changes`` of the configuration."""
+    """A model over bytes with random weights, and its tokenizer; ``changes`` override its configuration."""
     vocabulary = {letter: id_ for id_, letter in enumerate(sorted(ByteLevel.alphabet()))}
     backend = Tokenizer(BPE(vocabulary, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -54,7 +54,7 @@ def small_model(**changes: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     sizes = {
         "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
-        "initializer_range": 0.2,  # of a base that adapters can teach something
+        "initializer_range": 0.2,  # large enough for adapters to learn
     }  # fmt: skip
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -66,7 +66,7 @@ def small_model(**changes: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def sums() -> Dataset:
-    """Conversations to learn, where no others are given."""
+    """Conversations to learn if none are given."""
     pairs = [(left, right) for left in range(10) for right in range(10)]
     turns = [(f"{left} + {right}?", f"{left + right}") for left, right in pairs]
     roles = ("user", "assistant")
