@@ -36,7 +36,7 @@ def tokens_of_parts(
     ``num_different``: different ids needed among the tokens in common; more than 1 if a run's split depends on its end.
     """
     left, text, width, limit, given, place = iter(parts), "", size, size - size // _OVERLAP, 0, 0
-    tokens: Tokens | None = None  # of the window: the text's first ``width`` characters
+    tokens: Tokens | None = None  # tokens of the window, the first ``width`` characters of ``text``
     while True:
         while len(text) <= width + size and (part := next(left, None)) is not None:
             text += part

@@ -28,7 +28,7 @@ _MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read and how it is cut into batches."""
+    """The data of a run, and how they are cut into batches."""
 
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
@@ -92,7 +92,7 @@ class DataConfig:
 class MuonConfig:
     """Muon's own settings; names and meanings are those of ``torch.optim.Muon`` (`tilemoe.train.muon`)."""
 
-    momentum: float = 0.95  # of the running mean of gradients
+    momentum: float = 0.95  # decay of the running mean of gradients
     nesterov: bool = True  # orthogonalise gradient and running mean, averaged by momentum, not the mean alone
     ns_steps: int = 5  # Newton-Schulz iterations
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)  # a, b, c of a x + b x^3 + c x^5
@@ -149,7 +149,7 @@ class LoRAConfig:
     rank: int = 8  # of experts' adapters; every expert has its own adapter
     attention_rank: int | None = None  # of attention's adapters; default: rank
     alpha: float = 16.0  # every adapter's product is multiplied by alpha / rank
-    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
+    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # modules that get adapters
     storage: Storage = "dense"  # of the frozen experts; with 4 bits all other frozen weights are in bf16
     linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside 4-bit experts; nf4: bitsandbytes
     train_router: bool = False  # also train the routers' weights
@@ -259,7 +259,7 @@ class Recipe:
             "model.hidden_size": model.hidden_size,
             "model.num_heads * model.head_dim": model.num_heads * model.head_dim,
             "model.num_kv_heads * model.head_dim": model.num_kv_heads * model.head_dim,
-            "data.batch_size * data.seq_len": data.batch_size * data.seq_len,  # wgrad's contraction
+            "data.batch_size * data.seq_len": data.batch_size * data.seq_len,  # K of the wgrad GEMM
         }
         for name, size in sizes.items():
             if size % _FP8_MULTIPLE:

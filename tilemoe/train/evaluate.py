@@ -130,7 +130,7 @@ def _num_windows(shards: TokenShards | PackedDocuments, seq_len: int) -> int:
 
 
 def _spread(total: int, count: int) -> NDArray[np.int64]:
-    """(count,) of the numbers below ``total``, one from each of ``count`` equal ranges, at a place with no period."""
+    """(count,) of the numbers below ``total``, one from each of ``count`` equal ranges, at aperiodic places."""
     edges = np.arange(count + 1) * total // count
     return edges[:-1] + (np.diff(edges) * (np.arange(1, count + 1) * _GOLDEN % 1)).astype(np.int64)
 

@@ -215,7 +215,7 @@ def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None, job:
 
 
 def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> RunResult | Stopped:
-    """Train in the run's folder to the end, or until a signal stops and saves the run."""
+    """Train in the run's folder to the last step, or until a signal: then save and stop."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = _count(trainer.model)
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)

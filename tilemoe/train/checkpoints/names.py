@@ -60,7 +60,7 @@ def read_newest(folder: Path, read: Callable[[], Made]) -> Made:
 def read_recipe(folder: Path) -> Recipe:
     """The recipe of a run's newest checkpoint, or of a checkpoint's folder; the tensors are neither read nor verified.
 
-    ValueError: there is none.
+    ValueError: there is no recipe.
     """
     return read_newest(folder, lambda: _read_recipe(folder))
 

@@ -57,7 +57,8 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
 
 def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The dtype of frozen weights. bf16, in which autocast multiplies them anyway: beside 4-bit experts, in models of
-    transformers' own classes, and if ``lora.base_dtype`` says so. Otherwise, and without fast bf16, fp32.
+    transformers' own classes, and if ``lora.base_dtype`` says so. Else, under train.precision fp32 or without fast
+    bf16: fp32.
     """
     lora = recipe.lora
     is_narrow = lora is not None and (lora.storage != "dense" or lora.base_dtype == "bfloat16")

@@ -60,7 +60,7 @@ class Job:
 
     @contextlib.contextmanager
     def errors_with_rank(self) -> Iterator[None]:
-        """Turn ValueError and OSError into a JobError with this process' rank.
+        """In a job of several processes, turn ValueError and OSError into a JobError with this process' rank.
 
         Ranks other than 0 wait before they raise it: if rank 0 fails too, torchrun stops them meanwhile. So an error
         that all processes find is reported once.
