@@ -1,8 +1,8 @@
-"""Chat templates, which anybody may have written, rendered by transformers in a process of its own, which is bounded.
+"""Renders chat templates, which anybody may have written, with transformers in a subprocess of limited time and memory.
 
-Jinja's sandbox keeps a template from the process, not from looping or growing: the system ends a process that takes
-more of its processor's time, and gives it no more memory. This file is that process' program, too, which reads a
-rendering's arguments and writes what came of it, a line of JSON each.
+Jinja's sandbox keeps a template from touching the process, but not from looping or growing. So the system ends the
+subprocess when it exceeds its CPU time, and limits its memory. This file is also the subprocess' program: it reads the
+arguments of a rendering and writes the result, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-_SECONDS, _MEMORY = 1.0, 2 << 30  # of a rendering: of the processor's time, and bytes
+_SECONDS, _MEMORY = 1.0, 2 << 30  # limits of a rendering: CPU time, and bytes
 _LONGEST = 1 << 17  # characters of a template: the known ones have up to 30,000
 _LONGEST_ANSWER = 1 << 28  # bytes
 _TOO_MUCH = "it takes more time, or makes longer texts, than any should"
-# Modules are those of this process, not those that lie in the current folder.
+# The subprocess imports from this process' sys.path, not from the current folder.
 _PROGRAM = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], {}, '__main__')"
 
 
@@ -38,7 +38,7 @@ class Renderer:
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **tokens: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and which of its characters ``{% generation %}`` marks. ValueError: it fails, or takes too much."""
+        """The text, and the spans that ``{% generation %}`` marks in it. ValueError: it fails, or exceeds a limit."""
         given = {"conversations": [messages], "chat_template": self._source, **tokens}
         asked = json.dumps(given | {"add_generation_prompt": add_generation_prompt}).encode() + b"\n"
         if self._process is None:
@@ -63,7 +63,7 @@ class Renderer:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C is only ours; it ends when its input does."""
+    """The subprocess, in its own session so that Ctrl-C does not reach it; it ends when its input ends."""
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), str(Path(__file__))],
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
@@ -76,15 +76,15 @@ def _started() -> subprocess.Popen[bytes]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with contextlib.suppress(BrokenPipeError), process:  # it has not read all; it is waited for
+    with contextlib.suppress(BrokenPipeError), process:  # ignore unread input, and wait for its end
         pass
 
 
 def _serve() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process
-    with contextlib.suppress(OSError, ValueError):  # no system but Linux tells, or limits, it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
+    with contextlib.suppress(OSError, ValueError):  # only Linux reports and limits it
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + _MEMORY, now + _MEMORY))
     for line in sys.stdin.buffer:
@@ -95,7 +95,7 @@ def _serve() -> None:
             answer = {"text": texts[0], "marked": marked[0]}
         except MemoryError:
             answer = {"error": _TOO_MUCH}
-        except Exception as error:  # a template is a program, and may fail like any
+        except Exception as error:  # a template is a program, and may raise anything
             answer = {"error": str(error) or type(error).__name__}
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""Token shards of a corpus and a tokenizer, cached: written once, atomically, in bounded memory."""
+"""A cache of token shards by corpus and tokenizer: each is written once, atomically, in bounded memory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tilemoe.files import only_one_process, staged_folder
 Writers = dict[Split, ShardWriter]
 Text = tuple[Split, str, bool]  # whether the separator comes after it
 
-_BATCH_CHARS = 1 << 22  # text encoded at once, in parallel; bounds the memory together with the longest document
+_BATCH_CHARS = 1 << 22  # of text encoded at once, in parallel; with the longest document it bounds the memory
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run reads: the two splits and the tokenizer of their ids.
+    """The data of a run: the two splits and the tokenizer of their ids.
 
-    ``notes``: what of the corpus is not as it was given, a line each. ``files``: how many were read, and which not.
+    ``notes``: lines on how the data differ from the corpus. ``files``: how many were read, and which were not.
     """
 
     train: TokenShards | PackedDocuments | Mixture
@@ -64,23 +64,23 @@ def prepare(
     undecodable: Undecodable = "error",
     longest_line: int = LONGEST_LINE,
 ) -> Prepared:
-    """The token shards of a corpus, made now or found in ``cache_dir`` with their content verified.
+    """The token shards of a corpus, made now or found in ``cache_dir``; their content is verified.
 
-    ``read_only`` is another cache, which is used where it has them and ``cache_dir`` has not; nothing is written there.
+    ``read_only`` is another cache, which is only read, and only if ``cache_dir`` does not have the shards.
 
-    What is found is used when the files of the corpus (names, sizes, modification times), the tokenizer and
-    ``heldout_every`` are those it was made from. Several processes may call this at once. ``shard_tokens`` is the size
-    of a full shard where one has to be made, ``undecodable`` and ``longest_line`` are of `open_corpus`. Raises
-    ValueError for anything wrong with the corpus, the tokenizer or the cache.
+    Cached shards are used if they were made from the same corpus files (names, sizes, modification times), tokenizer
+    and ``heldout_every``. Several processes may call this at once. ``shard_tokens`` is the size of a full shard when
+    shards are made; for ``undecodable`` and ``longest_line`` see `open_corpus`. Raises ValueError for anything wrong
+    with the corpus, the tokenizer or the cache.
     """
     cache_dir = expand_user(cache_dir)
     corpus = open_corpus(corpus_spec, undecodable=undecodable, longest_line=longest_line)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)
         made_from = [tokenizer.fingerprint, heldout_every]
-        if corpus.name != STDLIB:  # of others, older shards may hold replaced bytes without a word
+        if corpus.name != STDLIB:  # older shards of other corpora may hold replaced bytes unreported
             made_from.append(undecodable)
-        if tokenizer.name != BYTES:  # with others, older shards have other ids where a text was cut
+        if tokenizer.name != BYTES:  # older shards of other tokenizers have other ids where a text was cut
             made_from.append("ids of whole texts")
 
         def write(writers: Writers) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def prepare(
 
 @contextmanager
 def usable_cache(cache_dir: Path) -> Iterator[None]:
-    """Within the block an error of the file system becomes a ValueError that names the cache."""
+    """Within the block an OSError becomes a ValueError that names the cache."""
     try:
         yield
     except OSError as error:
@@ -118,10 +118,10 @@ def cached_shards(
     num_values: int,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
-    """The folder of shards of ``corpus``, found by what they are ``made_from``, or made now by ``write``.
+    """The folder of shards of ``corpus``, found by a digest of ``made_from``, or made now by ``write``.
 
-    ``caches``: the one to write to, and perhaps one to read where the first has nothing, as of `prepare`.
-    ``write`` gives each split's writer its tokens, all below ``num_values``, and returns what else the index holds.
+    ``caches``: the cache to write to, and maybe one that is read if the first has no such shards, see `prepare`.
+    ``write`` appends each split's tokens, all below ``num_values``, to its writer, and returns more index fields.
     """
 
     def fingerprint_now() -> str:
@@ -129,7 +129,7 @@ def cached_shards(
         return hashlib.sha256(content.encode()).hexdigest()
 
     fingerprint = fingerprint_now()
-    # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
+    # The tokenizer's name is left out, so that a checkpoint's copy of the tokenizer finds its training's shards.
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(corpus.name).name)[:40] or "data"
     name = Path("shards", f"{slug}-{fingerprint[:16]}")
     cache_dir, read_only = caches
@@ -152,7 +152,7 @@ def cached_shards(
 
 
 def open_splits(folder: Path) -> tuple[TokenShards, TokenShards]:
-    """The training and the held-out shards of a folder, with their content verified."""
+    """The training and the held-out shards of a folder; their content is verified."""
     train, heldout = (TokenShards(folder, split) for split in SPLITS)
     for shards in (train, heldout):
         shards.verify()
@@ -166,7 +166,7 @@ def _build(
     num_values: int,
     shard_tokens: int,
 ) -> dict[str, Any]:
-    """Write both splits' shards; returns what the index says of them."""
+    """Write both splits' shards; returns their fields of the index."""
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(ShardWriter(staging, split, num_values, shard_tokens)) for split in SPLITS
@@ -181,7 +181,7 @@ def _build(
 
 def _write_documents(parts: Iterable[tuple[TextNumber, Split, str]], tokenizer: Tokenizer, writers: Writers) -> None:
     separator = np.array([tokenizer.separator_id], dtype=np.int64)
-    whole: list[Text] = []  # texts of one part, which are encoded many at once
+    whole: list[Text] = []  # uncut texts, which are encoded in batches
     chars = 0
 
     def write(texts: Iterable[Text], encode: Callable[[Iterator[str]], Iterable[TokenIds]]) -> None:
@@ -214,7 +214,7 @@ def _write_documents(parts: Iterable[tuple[TextNumber, Split, str]], tokenizer: 
 
 
 def _pieces(texts: Iterable[tuple[Split, str]]) -> Iterator[Text]:
-    """The texts in pieces, for the ids of a long one take many times its memory."""
+    """The texts in pieces, because the ids of a long text take many times its memory."""
     for split, text in texts:
         end = 0
         for piece in pieces_of(text):

@@ -1,4 +1,4 @@
-"""Packed documents of fine-tuning examples and a tokenizer, stored as token shards in the cache."""
+"""Packed documents of fine-tuning examples, tokenized and stored as token shards in the cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tilemoe.data.tokenizer import load_tokenizer
 
 TooLong = Literal["error", "skip", "truncate"]
 TOO_LONG = ("error", "skip", "truncate")
-_VERSION = 3  # of how lines become tokens: one more where the same line gives others
-_NAMED = 10  # examples too long, of which the notes give the place
+_VERSION = 3  # of the encoding of lines: raised when the same line gives other tokens
+_NAMED = 10  # examples too long that the notes name
 
 
 def prepare_chat(
@@ -36,10 +36,10 @@ def prepare_chat(
 ) -> Prepared:
     """The examples of .jsonl files (`tilemoe.data.conversations`), in windows of ``seq_len``, by ``packing``.
 
-    Every ``heldout_every``-th is held out. One of more than seq_len + 1 tokens, of which the last has no place, is an
-    error, or left out ("skip"), or cut at its end ("truncate"; left out where nothing to learn remains); the notes
-    name the first such. ``undecodable`` and ``longest_line`` are of `open_corpus`. Cached as by `prepare`. Raises
-    ValueError for anything wrong with the corpus, naming file and line, the tokenizer or the cache.
+    Every ``heldout_every``-th example is held out. An example of more than seq_len + 1 tokens (the last is only a
+    target) is an error, left out ("skip") or cut at its end ("truncate"; left out if nothing to learn remains); the
+    notes name the first ones. For ``undecodable`` and ``longest_line`` see `open_corpus`, for the cache `prepare`.
+    Raises ValueError for anything wrong with the corpus (naming file and line), the tokenizer or the cache.
     """
     require_int("seq_len", seq_len, 1)
     require_int("heldout_every", heldout_every, 2)
@@ -67,7 +67,7 @@ def prepare_chat(
 def _write_examples(
     corpus: Corpus, encoder: ChatEncoder, writers: Writers, seq_len: int, heldout_every: int, too_long: TooLong
 ) -> dict[str, Any]:
-    """Give each split its examples; returns the index' notes."""
+    """Write each split's examples; returns the notes for the index."""
     names: list[str] = []
     left_out = 0
     for number, example in enumerate(read_examples(corpus)):
@@ -94,7 +94,7 @@ def _write_examples(
 
 
 def _shortened(encoded: Encoded, name: str, seq_len: int, too_long: TooLong) -> Encoded | None:
-    """What is left of an example that is too long; None: nothing."""
+    """The example cut to ``seq_len`` + 1 tokens; None: it is left out."""
     ids, learnt = encoded
     if too_long == "error":
         raise ValueError(

@@ -1,17 +1,17 @@
-"""Examples as tokens, and which of them are learnt: by the tokenizer's chat template, or a plain one.
+"""Encodes examples to tokens and a loss mask, by the tokenizer's chat template or by a plain one.
 
 n tokens of an example
 
-The plain template, of a tokenizer that has none: a turn is its role, a colon, a line end, its content and two line
-ends; an assistant's content is followed by the end-of-text token instead. An assistant's content and that token are
-learnt, unless the turn's weight is 0. What follows the last assistant's turn is left out.
-`tilemoe.data.chat_template.PLAIN` is the same for transformers; exports have it.
-Of a prompt and its completion, the completion and an end-of-text token after it are learnt, whatever the tokenizer.
+The plain template, for a tokenizer without one: a turn is its role, a colon, a line end, its content and two line
+ends; an assistant's content is followed by the end-of-text token instead. The assistant's content and that token are
+learnt, unless the turn's weight is 0. Turns after the last assistant's turn are left out.
+`tilemoe.data.chat_template.PLAIN` is the same template for transformers; exports have it.
+For a prompt and its completion, the completion and an end-of-text token after it are learnt, with any tokenizer.
 
-A chat template is a Jinja text that transformers applies. The words between ``{% generation %}`` and
-``{% endgeneration %}`` are learnt; of a template without these, all that it writes of an assistant's turn after the
-words that ask for one (``add_generation_prompt``). Of a turn with weight 0 nothing is; a template that marks must then
-mark one run of words in each of the assistant's turns, by which these are told apart.
+A chat template is a Jinja text that transformers applies. The text between ``{% generation %}`` and
+``{% endgeneration %}`` is learnt. If a template has no such marks, the whole assistant's turn is learnt, after the text
+that asks for it (``add_generation_prompt``). A turn with weight 0 is not learnt; a template with marks must then mark
+one span in each of the assistant's turns, so that spans can be matched to turns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """ValueError: the tokenizer has a chat template, and there is no transformers to apply it."""
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
-        if self._template is not None and self._template.source == PLAIN.source:  # of an export; no need of Jinja
+        if self._template is not None and self._template.source == PLAIN.source:  # an export's; it needs no Jinja
             self._template = None
         separator, end = tokenizer.separator_id, tokenizer.backend.id_to_token(tokenizer.separator_id)
         is_read = tokenizer.encode(f"a{end}a").tolist().count(separator) == 1
@@ -64,9 +64,9 @@ class ChatEncoder:
             self._with_special_tokens = type(tokenizer)(self._theirs.backend_tokenizer, tokenizer.name)
 
     def encode(self, example: Example) -> Encoded:
-        """ids (n,) and whether each is learnt (n,), of which one at least after the first is.
+        """ids (n,) and whether each is learnt (n,); at least one after the first is.
 
-        ValueError naming the example: its template cannot take it, or learns nothing of it.
+        ValueError naming the example: the template cannot take it, or leaves nothing to learn.
         """
         if isinstance(example, Completion):
             encoded = self._encode_pieces([Piece(example.prompt), Piece(example.completion, ends=True, is_learnt=True)])
@@ -85,7 +85,7 @@ class ChatEncoder:
         return encoded
 
     def ask(self, prompt: str) -> tuple[str, list[int]]:
-        """The text of a user's turn and of what asks for an answer, and the tokens at any of which the answer ends."""
+        """The text of a user's turn and of the request for an answer, and the ids that end the answer."""
         ends = self._tokenizer.end_ids
         if self._template is None:
             return f"user:\n{prompt}\n\n{ASSISTANT}:\n", ends
@@ -97,9 +97,9 @@ class ChatEncoder:
         return asked, ends + [token for token in self._tokenizer.encode(after).tolist() if token in special][:1]
 
     def _encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
-        """The tokens of one text, in which the end-of-text token is written out where the tokenizer would read it.
+        """The tokens of the pieces. If the tokenizer can read the end-of-text token in a text, it is written out there.
 
-        Where it would not, what follows that token is a text of its own. The last is appended.
+        If not, its id is appended, and the next piece begins a new text. The last one's id is always appended.
         """
         end, text, spans, found = self._end_in_text, "", [], []
         for place, piece in enumerate(pieces, start=1):
@@ -116,7 +116,7 @@ class ChatEncoder:
         return ids, learnt
 
     def _rendered(self, example: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what of it is learnt."""
+        """The text of a conversation, and the spans that are learnt."""
         messages = list(example.messages)
         if not _MARKED.search(template.source):
             return self._unmarked(example, messages)
@@ -133,7 +133,7 @@ class ChatEncoder:
         return text, list(compress(spans, are_learnt))
 
     def _unmarked(self, example: Conversation, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
-        """The text of a template without marks, and what of it is learnt."""
+        """The text by a template without marks, and the spans that are learnt."""
         whole, _ = self._render(example, messages)
         spans = []
         for turn, message in enumerate(messages):
@@ -154,18 +154,18 @@ class ChatEncoder:
         return Renderer(self._theirs.chat_template)
 
     def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
-        """The template's text, and what it marks."""
+        """The text that the template renders, and the spans that it marks."""
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return self._renderer.render(given, **options, **self._theirs.special_tokens_map)
-        except Exception as error:  # a template is a program, and may fail like any
+        except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(
                 f"{example.name}: the chat template does not take it ({told(error)}); correct or remove the line"
             ) from error
 
 
 def _marked(tokens: Tokens, spans: Sequence[Span]) -> Encoded:
-    """The ids (n,), of which those are learnt that have a character in one of ``spans``, or lie there without one."""
+    """The ids (n,), and the loss mask: a token is learnt if it overlaps a span, or lies in one without a character."""
     first, end = tokens[:, FIRST], np.maximum(tokens[:, END], tokens[:, FIRST] + 1)
     learnt = np.zeros(len(tokens), np.bool_)
     for span_first, span_end in spans:
@@ -174,7 +174,7 @@ def _marked(tokens: Tokens, spans: Sequence[Span]) -> Encoded:
 
 
 def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
-    """A conversation by the plain template."""
+    """The pieces of a conversation by the plain template."""
     pieces, given = [], ""
     for message in messages:
         given += f"{message['role']}:\n"
@@ -183,7 +183,7 @@ def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
             given = ""
         else:
             given += f"{message['content']}\n\n"
-    return pieces  # nothing follows what comes after the last answer, so it is left out
+    return pieces  # turns after the last answer have no answer, so they are left out
 
 
 def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:

@@ -20,7 +20,7 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...]
 
     def config(self) -> dict[str, str]:
-        """The fields of a tokenizer_config.json that hold it."""
+        """The fields of a tokenizer_config.json that hold the template."""
         return {**dict(self.special_tokens), "chat_template": self.source}
 
 
@@ -34,9 +34,9 @@ PLAIN = ChatTemplate(
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """That of a folder of transformers, of chat_template.jinja or tokenizer_config.json; None if it has none.
+    """The chat template of transformers' folder, from chat_template.jinja or tokenizer_config.json; None: it has none.
 
-    ValueError: one of these files is not what it should be, or there are several templates and none is the default.
+    ValueError: one of these files is malformed, or there are several templates and none is the default.
     """
     path, fields = folder / TOKENIZER_CONFIG_FILE, {}
     try:
@@ -46,7 +46,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         if (folder / TEMPLATE_FILE).exists():
             path = folder / TEMPLATE_FILE
             source = read_text(path)
-        if isinstance(source, list):  # as transformers' releases before 5 saved several
+        if isinstance(source, list):  # transformers before 5 saved several templates as a list
             source = {entry["name"]: entry["template"] for entry in source}
         if isinstance(source, dict):
             source = _default(source)
@@ -55,14 +55,14 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
         texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
         for text in (source, *texts.values()):
-            str(text).encode()  # half of a surrogate pair is in no text that can be tokens
+            str(text).encode()  # raises for a lone surrogate, which no tokenizer takes
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
     return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
 
 
 def _default(templates: dict[str, str]) -> str | None:
-    """Of several by name, the one that transformers applies; None of none. ValueError: it would apply none of them."""
+    """The template named "default", which transformers applies; None: there are none. ValueError: none is named so."""
     if templates and "default" not in templates:
         names = ", ".join(map(repr, sorted(templates)))
         raise ValueError(f"of its templates {names} none is named 'default', as the one to apply must be")

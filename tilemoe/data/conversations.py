@@ -1,11 +1,11 @@
 """Fine-tuning examples: conversations, or prompts and their completions, a JSON object on each line.
 
 ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`` or
-``{"prompt": "...", "completion": "..."}``, which one file may mix. As the first are read ShareGPT's "conversations" and
-Alpaca's "instruction", "input" and "output": the user's turn is the instruction, an empty line and the input. Any other
-line is an error, and so is one in which there is nothing to learn: no assistant's turn, or an empty one. "tools",
-"system" and "history", too, which a template would not see.
-An assistant's turn with a "weight" of 0 is given and not learnt, as in OpenAI's format; of 1 it is learnt, as without.
+``{"prompt": "...", "completion": "..."}``; one file may have both. ShareGPT's "conversations" and Alpaca's
+"instruction", "input" and "output" are read as messages: the user's turn is then the instruction, an empty line and the
+input. Any other line is an error. So are a line without an assistant's turn or with an empty one, which leaves nothing
+to learn, and a line with "tools", "system" or "history", which a template would not see.
+An assistant's turn with "weight" 0 is context and not learnt, as in OpenAI's format; with 1 or without, it is learnt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROLES = MappingProxyType({"human": "user", "gpt": ASSISTANT})  # ShareGPT's
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns as a chat template takes them: each has a "role" and a "content", and what else the line gives.
+    """Turns for a chat template: each has a "role", a "content", and any other fields that the line gives.
 
     ``name``: the file and the line.
     """
@@ -37,7 +37,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text to learn after one that is given. ``name``: the file and the line."""
+    """A prompt and the text to learn after it. ``name``: the file and the line."""
 
     name: str
     prompt: str
@@ -48,12 +48,12 @@ Example = Conversation | Completion
 
 
 def is_learnt(message: dict[str, Any]) -> bool:
-    """Whether a turn is one to learn: the assistant's, unless its weight is 0."""
+    """Whether a turn is learnt: the assistant's, unless its weight is 0."""
     return bool(message["role"] == ASSISTANT and message.get("weight") != 0)
 
 
 def read_examples(corpus: Corpus) -> Iterator[Example]:
-    """Every example of the corpus' files, in order. ValueError naming the file and the line that is none."""
+    """Every example of the corpus' files, in order. ValueError: a line is no example; it names file and line."""
     for file in corpus.files:
         path = corpus.root / file
         try:
@@ -112,7 +112,7 @@ def _messages(name: str, given: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _check_weight(where: str, role: str, weight: Any) -> None:
-    if weight is None:  # what a table of turns has where one has none
+    if weight is None:  # as tables write it for a turn without a weight
         return
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"{where}: 'weight' must be 0 (not learnt) or 1, got {weight!r}; correct it or leave it out")

@@ -1,7 +1,7 @@
 """Corpora: text files, tables of texts and Python's own standard library as a stream of documents.
 
-The order of the documents is that of the files' POSIX paths relative to the corpus, and within a file its own order; it
-depends on nothing else. One document at a time is in memory.
+Documents are ordered by the files' POSIX paths relative to the corpus, and within a file by their place in it; nothing
+else has an influence. One document at a time is in memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 STDLIB = "stdlib"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
 SUFFIXES = TEXT_SUFFIXES | {".jsonl", ".parquet"}
-TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; .parquet columns alike
+TEXT_FIELDS = ("text", "content")  # the first that a .jsonl line or .parquet table has is read
 _CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})  # `tilemoe.data.conversations`
 
-_PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
-_PARQUET_ROWS = 4  # in memory at once: a column that repeats a large text takes little room in its file
-_FEW_NUL = 64  # of so many characters of a text one at most is NUL; of UTF-16 without a mark at least the blanks are
-_NAMED = 5  # skipped files that are named
+_PIECE = 1 << 20  # characters of a text file in one document; a longer file is cut at a line end
+_PARQUET_ROWS = 4  # in memory at once: a small file may repeat a large text in many rows
+_FEW_NUL = 64  # a text has at most one NUL per so many characters; UTF-16 without a BOM has one in each blank at least
+_NAMED = 5  # skipped files that messages name
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -48,8 +48,8 @@ _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 class Corpus:
     """The files of a corpus, relative to ``root`` and sorted. Make one with ``open_corpus``.
 
-    skipped      other entries of the folder, which are not read; first those that are no regular files
-    undecodable  what is done about bytes that are not UTF-8: an error, or each becomes U+FFFD ("replace")
+    skipped       other entries of the folder, which are not read; those that are no regular files come first
+    undecodable   bytes that are not UTF-8 are an error, or each becomes U+FFFD ("replace")
     longest_line  characters that a line of .jsonl or a text of .parquet may have
     """
 
@@ -61,17 +61,17 @@ class Corpus:
     longest_line: int = LONGEST_LINE
 
     def documents(self) -> Iterator[str]:
-        """Every document's text in order, empty ones included (they hold a position, and no tokens).
+        """Every document's text in order, including empty ones (they have a position but no tokens).
 
         A text file (.txt, .md, .py) is one document, or several of about 1 Mi characters cut at line ends. A line of a
         .jsonl file and a row of a .parquet file are one document each. Text and .jsonl files may be compressed, .gz or
         .zst.
-        Raises ValueError for a file that cannot be read or is not UTF-8, naming the file and the line, row or byte.
+        ValueError: a file cannot be read or is not UTF-8; it names the file and the line, row or byte.
         """
         return (document for _, document in self.parts())
 
     def parts(self) -> Iterator[tuple[TextNumber, str]]:
-        """`documents`, each with a number: those of one text that was cut have the same."""
+        """`documents`, each with a number; parts of one text that was cut have the same number."""
         for file, name in enumerate(self.files):
             path = self.root / name
             is_text = kind_of(path) in TEXT_SUFFIXES
@@ -90,7 +90,7 @@ class Corpus:
         return measured(path, _read_text(path, self.undecodable))
 
     def undecodable_bytes(self) -> int:
-        """How many bytes of the texts are not UTF-8."""
+        """The number of bytes in the texts that are not UTF-8."""
         count = 0
         for path in (self.root / name for name in self.files):
             is_table = kind_of(path) == ".parquet"
@@ -99,7 +99,7 @@ class Corpus:
         return count
 
     def read_and_skipped(self, index: Mapping[str, Any]) -> str:
-        """How many files are read and which are not, for messages; ``index`` of its shards has `undecodable_bytes`."""
+        """A text: how many files are read, and which are not. The shards' ``index`` has `undecodable_bytes`."""
         names = ", ".join(self.skipped[:_NAMED]) + (", ..." if len(self.skipped) > _NAMED else "")
         skipped = f", {len(self.skipped):,} skipped ({told(names)})" if names else ""
         replaced = index.get("undecodable_bytes", 0)
@@ -127,11 +127,11 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that ``spec`` names: "stdlib", or the path of a file or of a folder.
 
-    "stdlib" is the .py files of Python's standard library without its tests; bytes that are not UTF-8 are replaced in
-    them, whatever ``undecodable``. A folder is searched recursively for .txt, .md, .py, .jsonl and .parquet files, or
-    those of ``suffixes`` alone, of which all but .parquet may also be compressed, .gz or .zst; hidden entries and
-    __pycache__ are left out. (A folder that is itself called stdlib is
-    "./stdlib".) Raises ValueError for a missing path, another kind of file, or nothing usable.
+    "stdlib" is the .py files of Python's standard library without its tests; bytes that are not UTF-8 are always
+    replaced in them. A folder is searched recursively for files with ``suffixes``, by default .txt, .md, .py, .jsonl
+    and .parquet; all but .parquet may also be compressed, .gz or .zst. Hidden entries and __pycache__ are left out.
+    (For a folder that is itself called stdlib, give "./stdlib".)
+    ValueError: the path is missing, the file is of another kind, or the folder has no usable file.
     """
     known = ", ".join(sorted(suffixes))
     if spec == STDLIB and ".py" in suffixes:
@@ -146,7 +146,7 @@ def open_corpus(
     path = expand_user(spec)
     if path.is_dir():
         found = _walk(path, lambda name: name.startswith(".") or name == "__pycache__")
-        irregular = [name for name in found if not (path / name).is_file()]  # pipes, and links that lead to no file
+        irregular = [name for name in found if not (path / name).is_file()]  # pipes, and links that end at no file
         files = tuple(sorted(name for name in {*found} - {*irregular} if kind_of(Path(name)) in suffixes))
         others = sorted({*found} - {*files, *irregular})
         skipped = *(f"{name} is no regular file" for name in irregular), *others
@@ -160,13 +160,13 @@ def open_corpus(
         )
     if kind_of(path) not in suffixes:
         raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {known}")
-    if not path.is_file():  # to open a pipe would wait for a writer
+    if not path.is_file():  # opening a pipe would wait for a writer
         raise ValueError(f"corpus {spec!r}: it is no regular file; write its content to one")
     return Corpus(spec, path.parent, (path.name,), undecodable=undecodable, longest_line=longest_line)
 
 
 def clean_text(text: str) -> str:
-    """``text`` without NUL, which separates documents, and with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    """``text`` without NUL, which separates documents, and with U+FFFD for lone surrogates, which UTF-8 lacks."""
     text = text.replace("\0", "")
     if text.isascii():
         return text
@@ -178,14 +178,14 @@ def clean_text(text: str) -> str:
 
 
 def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
-    """Sorted POSIX paths, relative to ``root``, of what no hidden name leads to and is no folder.
+    """Sorted POSIX paths, relative to ``root``, of all entries that are no folders and have no hidden name in the path.
 
-    A link to a folder is not followed, and is among them.
+    A link to a folder is not followed; it is one of the entries.
     """
 
     found: list[str] = []
     folders = [os.fspath(root)]
-    while folders:  # os.walk calls itself for each level, of which somebody's folder may have a thousand
+    while folders:  # os.walk recurses for each level, and a folder may have a thousand levels
         try:
             entries = [entry for entry in os.scandir(folders.pop()) if not is_hidden(entry.name)]
         except OSError as error:
@@ -196,10 +196,10 @@ def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
 
 
 def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
-    """Each piece of a text file, usually one."""
+    """The pieces of a text file, usually one."""
     place = 0
     with open_text(path, "", undecodable) as file:
-        pieces = iter(lambda: file.read(_PIECE) + file.readline(_PIECE), "")  # bounded: one line may be endless
+        pieces = iter(lambda: file.read(_PIECE) + file.readline(_PIECE), "")  # bounded, as a line may be endless
         for text in chain([next(pieces, "")], pieces):  # an empty file is an empty text
             if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:
                 place += len(text[: text.index("\0")].encode("utf-8"))
@@ -222,7 +222,7 @@ def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iter
 
 
 def _read_parquet(path: Path, undecodable: Undecodable, longest_line: int) -> Iterator[str]:
-    """The text of each row; a batch of rows of the one column is in memory at a time."""
+    """The text of each row; one batch of rows of the text column is in memory at a time."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -273,11 +273,11 @@ def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split,
 
 
 def split_parts(corpus: Corpus, heldout_every: int) -> Iterator[tuple[TextNumber, Split, str]]:
-    """(number, split, text) of every part that is not empty, in the corpus' order: trained on, or held out.
+    """(number, split, text) of every part that is not empty, in the corpus' order.
 
-    Document ``heldout_every - 1`` and every ``heldout_every``-th after it is held out. A corpus of fewer documents than
-    that, such as a single text file, has the end of each document held out instead: its last ``1 / heldout_every``,
-    from the line start before that point where there is one near. Parts of one number follow one another in one text.
+    Document ``heldout_every - 1`` and every ``heldout_every``-th after it are held out. If the corpus has fewer than
+    ``heldout_every`` documents, such as a single text file, the last ``1 / heldout_every`` of each document is held out
+    instead, from the start of a line if one is near before that point. Successive parts of one number are one text.
     ValueError unless heldout_every >= 2.
     """
     require_int("heldout_every", heldout_every, 2)
@@ -296,7 +296,7 @@ def _by_end(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:
     for text in texts:
         share = len(text) // every
         end = len(text) - share
-        # A line start at most another share away: one short first line must not hold out all the rest.
+        # Search a line start no further than one more share back: a short first line must not hold out all the rest.
         cut = text.rfind("\n", max(end - share, 0), end) + 1 or end
         yield "train", text[:cut]
         yield "heldout", text[cut:]

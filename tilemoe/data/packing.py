@@ -1,10 +1,10 @@
-"""Whole documents packed into windows, the tokens to learn marked, and the order in which training reads the windows.
+"""Whole documents packed into windows with marks on the tokens to learn, and the order in which training reads windows.
 
 B batch_size · S seq_len · N documents · W windows · n tokens of a document
 
-A document of n tokens takes n - 1 places, in each of which a token predicts the next one, so that n is at most S + 1.
+A document of n tokens takes n - 1 places, because each place predicts the next token; so n is at most S + 1.
 The stream of `TokenShards` holds ``4 id + 2 learnt + first`` for each token: its id, whether it is learnt, and whether
-a document begins with it.
+it begins a document.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Packing = Literal["best_fit", "one_document"]
 PACKINGS = get_args(Packing)
 FLAGS = 4  # ids are multiplied by it
 _LEARNT, _FIRST = 2, 1
-_ORDER = 0  # what a key derived from (seed, epoch) is for
-_CHUNK = 1 << 22  # tokens looked at once
+_ORDER = 0  # purpose in keys derived from (seed, epoch)
+_CHUNK = 1 << 22  # tokens that are scanned at once
 
 
 def flagged(encoded: Encoded) -> NDArray[np.int64]:
@@ -38,7 +38,7 @@ def flagged(encoded: Encoded) -> NDArray[np.int64]:
 
 
 class PackedBatch(NamedTuple):
-    """(B, S) int64 each. A target is the token after its input, or -100 where it is not learnt.
+    """(B, S) int64 each. A target is the token after its input, or -100 if that is not learnt.
 
     ``positions``: the position of each input in its document; a document begins at each 0.
     """
@@ -52,14 +52,14 @@ class PackedDocuments:
     """One split of documents, packed into W windows of S places.
 
     ``num_tokens``   tokens of all documents.
-    ``num_targets``  tokens learnt; a window has one at least.
-    ``num_bytes``    None: what is learnt of a text is no text.
+    ``num_targets``  tokens learnt; a window has at least one.
+    ``num_bytes``    None: the learnt tokens alone are no text whose bytes could be counted.
     """
 
     num_bytes: None = None
 
     def __init__(self, shards: TokenShards, seq_len: int, packing: Packing = "best_fit") -> None:
-        """No document of ``shards`` may be longer than S + 1. ``packing``: `pack`'s, or "one_document" in a window."""
+        """No document of ``shards`` may be longer than S + 1. ``packing``: "best_fit" (`pack`), or "one_document"."""
         self.shards, self.seq_len = shards, seq_len
         self.directory, self.num_tokens = shards.directory, shards.num_tokens
         starts, learnt = _scan(shards)
@@ -79,7 +79,7 @@ class PackedDocuments:
         return f"PackedDocuments({str(self.directory)!r}, {self.shards.split!r}, num_windows={self.num_windows})"
 
     def read(self, windows: NDArray[np.int64]) -> PackedBatch:
-        """The batch of these windows (B,). What they lack is a document of separators without targets."""
+        """The batch of these ``windows`` (B,). Each is padded by a document of separators without targets."""
         inputs = np.full((windows.size, self.seq_len), self.shards.separator_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORED_TARGET)
         positions = np.zeros_like(inputs)
@@ -98,8 +98,8 @@ class PackedDocuments:
         return PackedBatch(inputs, targets, positions)
 
     def batches(self, batch_size: int, windows: NDArray[np.int64] | None = None) -> Iterator[PackedBatch]:
-        """Every window, or of ``windows``, once, in order; the last batch is filled up with its own last window,
-        without targets.
+        """Batches of every window, or of those in ``windows``, once and in order. The last batch is padded with its own
+        last window, without targets.
         """
         require_int("batch_size", batch_size, 1)
         windows = np.arange(self.num_windows) if windows is None else windows
@@ -113,7 +113,7 @@ class PackedDocuments:
 class PackedSampler(BatchOrder):
     """Training batches as a pure function of (seed, step, rank), by the rules of `tilemoe.data.Sampler`.
 
-    An epoch visits each of the W windows once, in a random order of its own; which documents share a window stays.
+    An epoch visits each of the W windows once, in its own random order; all epochs have the same windows.
     """
 
     def __init__(
@@ -127,22 +127,22 @@ class PackedSampler(BatchOrder):
         return self.documents.read(self._windows(self.first(step), self.batch_size))
 
     def num_targets(self, first_step: int, steps: int) -> int:
-        """Targets of all ranks together in so many steps; nothing of the text is read for it."""
+        """The number of targets of all ranks in ``steps`` steps from ``first_step`` on; no text is read for it."""
         windows = self._windows(*self.of_all_ranks(first_step, steps))
         return int(self.documents.targets_of_window[windows].sum())
 
     def _windows(self, first: int, count: int) -> NDArray[np.int64]:
-        """(count,) windows at the positions from ``first`` on of the endless sequence of epochs."""
+        """(count,) windows at positions [first, first + count) of the endless sequence of epochs."""
         size = self.documents.num_windows
         parts = [permute(at, size, (_ORDER, self.seed, epoch)) for epoch, at in epochs(first, count, size)]
         return np.concatenate(parts)
 
 
 def pack(places: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """(N,) the window of each document, of so many ``places`` (N,) <= ``room``: best fit decreasing.
+    """(N,) the window of each document, by best fit decreasing; ``places`` (N,) <= ``room`` are the documents' sizes.
 
-    The longest first, each goes into the window that it leaves least room in, or into a new one: at most 11/9 of the
-    fewest windows possible, and one (Johnson et al., SIAM J. Comput. 3, 1974). O(N (log N + room)).
+    Documents go, longest first, into the window with the least room left for them, or into a new one. The number of
+    windows is at most 11/9 of the minimum, plus one (Johnson et al., SIAM J. Comput. 3, 1974). O(N (log N + room)).
     """
     window_of_document = np.empty(places.size, dtype=np.int64)
     windows_with: dict[int, list[int]] = {}  # room left -> windows
@@ -168,7 +168,7 @@ def pack(places: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 
 
 def _scan(shards: TokenShards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(N,) where each document of the stream begins, and (N,) how many of its targets are learnt."""
+    """(N,) the start of each document in the stream, and (N,) the number of its learnt targets."""
     starts, learnt = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for first in range(0, shards.num_tokens, _CHUNK):
         stream = shards.read(first, min(_CHUNK, shards.num_tokens - first))

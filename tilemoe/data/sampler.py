@@ -1,4 +1,4 @@
-"""Batches of next-token windows: a seeded, stateless order for training and a complete one for evaluation.
+"""Batches of next-token windows: in a seeded, stateless order for training, and in sequence for evaluation.
 
 B batch_size · S seq_len · W windows of an epoch
 """
@@ -17,8 +17,8 @@ IGNORED_TARGET = -100
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-_ROUNDS = 6  # of the permutation
-_ORDER, _OFFSET = 0, 1  # what a key derived from (seed, epoch) is for
+_ROUNDS = 6  # of the permutation's Feistel network
+_ORDER, _OFFSET = 0, 1  # purposes in keys derived from (seed, epoch)
 
 
 class BatchOrder:
@@ -42,7 +42,7 @@ class BatchOrder:
         return (step * self.world_size + self.rank) * self.batch_size
 
     def of_all_ranks(self, first_step: int, steps: int) -> tuple[int, int]:
-        """The first position of so many steps, and how many positions they have."""
+        """The first position, and the number of positions, of ``steps`` steps of all ranks from ``first_step`` on."""
         per_step = self.world_size * self.batch_size
         return first_step * per_step, steps * per_step
 
@@ -50,11 +50,11 @@ class BatchOrder:
 class Sampler(BatchOrder):
     """Training batches as a pure function of (seed, step, rank): nothing to save, nothing to restore.
 
-    An epoch takes the split as a ring, cuts it from a random offset on into W = ``num_windows`` windows of S tokens and
-    visits each once in a random order; both are drawn per epoch, so windows and the unused remainder differ each time.
-    Epochs follow one another without a gap, and `BatchOrder` says which positions of this endless sequence are whose.
-    Ranks never share one, and the data of a step depends only on B * world_size. Time and memory per call are O(B * S)
-    for any number of tokens.
+    An epoch treats the split as a ring, cuts it from a random offset on into W = ``num_windows`` windows of S tokens,
+    and visits each window once in a random order. Offset and order are drawn per epoch, so windows and the unused
+    remainder differ each time. Epochs follow each other without a gap, and `BatchOrder` assigns the positions of this
+    endless sequence to ranks. Two ranks never share a position, and the data of a step depend only on B * world_size.
+    Time and memory per call are O(B * S) for any number of tokens.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Sampler(BatchOrder):
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
     def num_targets(self, first_step: int, steps: int) -> int:
-        """Targets of all ranks together in so many steps."""
+        """The number of targets of all ranks in ``steps`` steps."""
         return self.of_all_ranks(first_step, steps)[1] * self.seq_len
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """(B,) int64: where in the split each sequence of the batch begins."""
+        """(B,) int64: the first token, in the split, of each sequence of the batch."""
         first, done = self.first(step), 0
-        starts = np.empty(self.batch_size, dtype=np.int64)  # at once: a batch for which there is no memory fails here
+        starts = np.empty(self.batch_size, dtype=np.int64)  # one array, so a batch too large for memory fails here
         for epoch, at in epochs(first, self.batch_size, self.num_windows):
             drawn = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
             offset = int(drawn[0]) % self.shards.num_tokens
@@ -90,7 +90,7 @@ class Sampler(BatchOrder):
         return starts
 
     def _read_ring(self, start: int) -> NDArray[np.int64]:
-        """(S + 1,) int64 from ``start`` on; the split's first token follows its last, a separator."""
+        """(S + 1,) int64 from ``start`` on; after the split's last token, a separator, its first token follows."""
         length = self.seq_len + 1
         before_end = min(length, self.shards.num_tokens - start)
         head = self.shards.read(start, before_end)
@@ -102,8 +102,8 @@ def sequential_windows(
 ) -> Iterator[Batch]:
     """(inputs, targets) batches, (B, S) int64, in which every token of the split is a target exactly once, in order.
 
-    The first input is the separator, as before any document. What the last batch lacks has separators as inputs and
-    targets of -100, so that all batches have one shape. ``windows``: only these, numbered from 0.
+    The first input is the separator, as before any document. The last batch is padded with separators as inputs and
+    targets of -100, so that all batches have one shape. ``windows``: read only these, numbered from 0.
     """
     check_sizes(seq_len, batch_size)
     everything = np.arange(-(-shards.num_tokens // seq_len))
@@ -130,7 +130,7 @@ def check_sizes(seq_len: int, batch_size: int) -> None:
 
 
 def epochs(first: int, count: int, size: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(epoch, indices in it below ``size``) of the positions [first, first + count) of epochs one after another."""
+    """(epoch, indices in it below ``size``) for the positions [first, first + count) of consecutive epochs."""
     end = first + count
     while first < end:
         epoch, index = divmod(first, size)
@@ -140,11 +140,11 @@ def epochs(first: int, count: int, size: int) -> Iterator[tuple[int, NDArray[np.
 
 
 def permute(indices: NDArray[np.int64], size: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-    """The images of ``indices`` (any shape, int64 in [0, size)) under the permutation that ``key`` picks.
+    """The images of ``indices`` (any shape, int64 in [0, size)) under the permutation that ``key`` selects.
 
-    ``key`` is a tuple of integers >= 0. A Feistel network permutes the smallest even-bit power of two that holds the
-    range, at most 4 times larger; walking the cycle until it is back in the range permutes the range itself (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002). It mixes well, in constant memory; it is no cipher.
+    ``key`` is a tuple of integers >= 0. A Feistel network permutes the smallest power of 4 that holds the range; an
+    index that leaves the range is permuted again until it is back, which permutes the range itself (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). It mixes well in constant memory, but it is no secure cipher.
     """
     assert 1 <= size <= 1 << 62
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size)

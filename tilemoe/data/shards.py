@@ -1,8 +1,8 @@
-"""Token shards: header-less .bin files of little-endian token ids, read where they are needed, and the index.json over
-them.
+"""Token shards: .bin files of little-endian token ids without a header, read on demand, and their index.json.
 
-A folder holds both splits: ``train-00000.bin``, ``heldout-00000.bin``, ... uint16 when the vocabulary has at most 65536
-ids, else uint32. The index records per split the tokens, the bytes of text and each shard's size and SHA-256.
+A folder holds both splits: ``train-00000.bin``, ``heldout-00000.bin``, ... in uint16 if all values are below 65536,
+else in uint32. For each split the index has the number of tokens, the bytes of text, and each shard's number of tokens
+and SHA-256.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AGAIN = "delete the folder and it is prepared again"
 
 
 class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
-    """Append token ids to the shards of one split. A context manager: leaving it closes the file at hand."""
+    """Appends token ids to the shards of one split. A context manager: leaving it closes the open shard."""
 
     def __init__(self, directory: Path, split: Split, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
         if shard_tokens < 1:
@@ -89,11 +89,11 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
 
 
 class TokenShards:
-    """One split of prepared token shards, whose files stay open: not mapped, for one cut short would end the process.
+    """One split of prepared token shards. Files stay open, not memory-mapped: a truncated one would end the process.
 
-    ``num_tokens``  tokens, the separator after each document included; all are targets, ``num_targets``.
-    ``num_bytes``   UTF-8 bytes of the texts, and one for each separator: the mean loss in nats/token, times
-                    ``num_tokens / num_bytes``, is in nats/byte, whatever the tokenizer.
+    ``num_tokens``  number of tokens, with the separator after each document; all are targets (``num_targets``).
+    ``num_bytes``   UTF-8 bytes of the texts, plus one for each separator: for any tokenizer, the mean loss in
+                    nats/token times ``num_tokens / num_bytes`` is the loss in nats/byte.
     """
 
     def __init__(self, directory: Path, split: Split) -> None:
@@ -125,9 +125,9 @@ class TokenShards:
         return f"TokenShards({str(self.directory)!r}, {self.split!r}, num_tokens={self.num_tokens})"
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """(length,) int64: tokens ``start`` to ``start + length`` of the split, across the borders of shards.
+        """(length,) int64: tokens [start, start + length) of the split, which may span shards.
 
-        ValueError: there are no such tokens, or no longer.
+        ValueError: the split has no such tokens, or a shard was truncated meanwhile.
         """
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise ValueError(

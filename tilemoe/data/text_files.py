@@ -15,15 +15,15 @@ from typing import Any, BinaryIO, Literal, TextIO, cast
 
 from tilemoe.files import open_regular
 
-Undecodable = Literal["error", "replace"]  # what is done about bytes that are not UTF-8
-UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" gives it: never a character
+Undecodable = Literal["error", "replace"]  # for bytes that are not UTF-8
+UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" decodes it; no character
 COMPRESSED = frozenset({".gz", ".zst"})
 LONGEST_LINE = 1 << 26  # characters
-_MOST_PER_BYTE, _ALWAYS = 256, 1 << 24  # characters of a file's texts for each of its bytes, and whatever its bytes
+_MOST_PER_BYTE, _ALWAYS = 256, 1 << 24  # characters of a file's texts: at most so many per byte, but always so many
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what a file holds, in lower case: ".jsonl" of a.jsonl and of a.jsonl.gz."""
+    """The suffix of a file's content, in lower case: ".jsonl" for a.jsonl and for a.jsonl.gz."""
     suffix = path.suffix.lower()
     inner = Path(path.stem).suffix.lower()
     return inner if suffix in COMPRESSED and inner != ".parquet" else suffix  # parquet compresses by itself
@@ -31,11 +31,10 @@ def kind_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_text(path: Path, newline: str, undecodable: Undecodable) -> Iterator[TextIO]:
-    """The text of a file, decompressed where its suffix says so, without UTF-8's mark at its beginning.
+    """The text of a file, decompressed according to its suffix, without a UTF-8 BOM.
 
-    ``undecodable``: bytes that are not UTF-8 are an error, or come as what `UNDECODABLE` finds ("replace").
-    ValueError: it is damaged or cut short, or not UTF-8, or .zst cannot be read here. A file that cannot be opened is
-    an OSError.
+    ``undecodable``: bytes that are not UTF-8 are an error, or become characters that `UNDECODABLE` matches ("replace").
+    ValueError: the file is damaged, cut short or not UTF-8, or .zst cannot be read here. OSError: it cannot be opened.
     """
     suffix = path.suffix.lower()
     with contextlib.ExitStack() as stack:
@@ -48,7 +47,7 @@ def open_text(path: Path, newline: str, undecodable: Undecodable) -> Iterator[Te
             except UnicodeDecodeError as error:
                 raise not_utf8(f"{path}: byte {_first_undecodable(path)}") from error
         except (EOFError, zlib.error, OSError) as error:
-            if suffix in COMPRESSED and not getattr(error, "errno", None):  # no error of the system's
+            if suffix in COMPRESSED and not getattr(error, "errno", None):  # not an error of the system
                 raise ValueError(f"{path}: not a readable {suffix} file; write or copy it again") from error
             raise
 
@@ -62,7 +61,7 @@ def too_long(what: str, longest: int) -> ValueError:
 
 
 def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
-    """The ``texts`` of a file. ValueError: it was made to fill the disk with them, or to be read forever."""
+    """The ``texts`` of a file. ValueError: they are too long for its size, as in a decompression bomb."""
     left = max(_ALWAYS, _MOST_PER_BYTE * path.stat().st_size)
     for text in texts:
         left -= len(text)
@@ -72,7 +71,7 @@ def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
 
 
 def _first_undecodable(path: Path) -> int:
-    """The place of the first byte that is not UTF-8 in a file as decompressed."""
+    """The offset of the first byte that is not UTF-8 in the decompressed file."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with _open_binary(path, path.suffix.lower()) as file:
         try:
@@ -80,14 +79,14 @@ def _first_undecodable(path: Path) -> int:
                 read += len(chunk)
                 decoder.decode(chunk)
             decoder.decode(b"", True)
-        except UnicodeDecodeError as error:  # its object ends with what was read last
+        except UnicodeDecodeError as error:  # error.object ends with the last chunk
             read += error.start - len(error.object)
     return read
 
 
 def _open_binary(path: Path, suffix: str) -> BinaryIO:
     if suffix == ".gz":
-        open_regular(path).close()  # or the library would wait for a pipe's writer
+        open_regular(path).close()  # refuse a pipe: gzip would wait for its writer
         return cast(BinaryIO, gzip.open(path, "rb"))
     if suffix != ".zst":
         return open_regular(path)
@@ -95,16 +94,16 @@ def _open_binary(path: Path, suffix: str) -> BinaryIO:
         import pyarrow
     except ImportError as error:
         raise ValueError(f"{path}: reading .zst needs pyarrow; pip install 'tilemoe[data]'") from error
-    # Not zstandard, to which a file cut short is one that ends there.
+    # Not the package zstandard, which takes a truncated file for a complete one.
     return cast(BinaryIO, pyarrow.CompressedInputStream(open_regular(path), "zstd"))
 
 
 def read_records(
     path: Path, undecodable: Undecodable, longest_line: int = LONGEST_LINE
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1 on, JSON object) of each line that is not blank; ValueError naming a line that is none.
+    """(line number from 1 on, JSON object) of each line that is not blank. ValueError, with the line: it is no JSON.
 
-    ``undecodable``: as of `open_text`; replaced, a byte is U+FFFD. ``longest_line``: in characters; no more is read.
+    ``undecodable``: see `open_text`; a replaced byte is U+FFFD. ``longest_line``: in characters; no more is read.
     """
     with open_text(path, "\n", undecodable) as file:
         lines = measured(path, iter(lambda: file.readline(longest_line + 1), ""))

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or any tokenizer.json."""
+"""Tokenizers: plain bytes, a byte-level BPE trained on the corpus, or any tokenizer.json."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ TokenIds = NDArray[np.int64]
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
-# The token that ends a document, by the names that public tokenizers give it; the first that is there is used.
+# Names that public tokenizers give to the token that ends a document; the first that exists is used.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]", "[SEP]", "<0x00>")
 _MOST_IDS = 1 << 24
 _MIN_BPE_VOCAB = 257  # 256 bytes and the separator
-_BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is thinned evenly, for merges gain nothing beyond
-_PIECE = 1 << 20  # characters that the library takes at a time: it needs many bytes for each
+_BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is sampled evenly, since more text does not improve merges
+_PIECE = 1 << 20  # characters that the library gets at a time: it needs many bytes for each
 _LONGEST_WORD = 1 << 12  # characters: the time to learn merges from a word grows with the square of its length
 _LONGER_WORD = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD},}}|(?<!\s)\s{{{_LONGEST_WORD},}}")
-_LEAVING_S = 1.0  # that an interrupted training may take to notice it
+_LEAVING_S = 1.0  # seconds that an interrupted BPE training may take to end
 
 
 class Tokenizer:
-    """A tokenizer.json. Special tokens that a text spells out get their ids; none is added to it.
+    """A tokenizer.json. Special tokens that are written out in a text get their ids; none are added.
 
     name
     vocab_size     largest id + 1
-    separator_id   of the token that stands between documents and is no part of any text
-    fingerprint    hex digest of all that decides the ids of a text
-    chat_template  that of transformers' folder, if it has one
-    backend        the library's own, for those who only read it
+    separator_id   id of the token between documents; it is no part of any text
+    fingerprint    hex digest of everything that decides the ids of a text
+    chat_template  the template in transformers' folder, if there is one
+    backend        the library's tokenizer; callers must not change it
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, chat_template: ChatTemplate | None = None) -> None:
@@ -66,7 +66,7 @@ class Tokenizer:
                 f"tokenizer {name!r}: has no token that ends a document; add {END_OF_TEXT!r} to its added_tokens"
             )
         self.vocab_size: int = max(vocabulary.values()) + 1  # ids may have gaps
-        if self.vocab_size > _MOST_IDS:  # the library takes memory for each
+        if self.vocab_size > _MOST_IDS:  # the library takes memory for each id
             raise ValueError(
                 f"tokenizer {name!r}: has an id of {self.vocab_size - 1}; correct it, ids must be below {_MOST_IDS}"
             )
@@ -78,9 +78,9 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Iterable[str]) -> list[TokenIds]:
-        """``encode`` of each text, in parallel where the tokenizer can.
+        """``encode`` of each text, in parallel if the tokenizer can do that.
 
-        ValueError: a long text cannot be encoded a window at a time, see `tilemoe.data.windows`.
+        ValueError: a long text cannot be encoded in windows, see `tilemoe.data.windows`.
         """
         texts = [clean_text(text) for text in texts]
         short = [text for text in texts if len(text) <= _PIECE]
@@ -91,15 +91,15 @@ class Tokenizer:
         ]
 
     def tokens(self, text: str) -> Tokens:
-        """The tokens of a text that is clean already, and their characters in it."""
+        """The tokens of a cleaned text (`clean_text`), with the characters that each covers."""
         return np.concatenate(list(self._tokens_of_parts(pieces_of(text))))
 
     def encode_parts(self, parts: Iterable[str]) -> Iterator[TokenIds]:
-        """Of each of ``parts``, clean already and together one text, the ids of the text's tokens that begin in it.
+        """Per part, the ids of the tokens that begin in it. ``parts`` are cleaned and together one text.
 
-        In bounded memory. ValueError as of `encode_batch`.
+        Takes bounded memory. ValueError: see `encode_batch`.
         """
-        held, ends = np.empty((0, 4), np.int64), deque[int]()  # tokens, and ends of parts, that are not given yet
+        held, ends = np.empty((0, 4), np.int64), deque[int]()  # tokens and ends of parts not yielded yet
 
         def read() -> Iterator[str]:
             end = 0
@@ -122,7 +122,7 @@ class Tokenizer:
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def _tokens_of_parts(self, parts: Iterable[str]) -> Iterator[Tokens]:
-        # How the likeliest tokens divide a long run of one character depends on its end, how merges do on its start.
+        # Unigram splits a long run of one character depending on the run's end, BPE depending on its start.
         num_different = 4 if isinstance(self.backend.model, models.Unigram) else 1
         return tokens_of_parts(parts, _PIECE, self._tokens, num_different)
 
@@ -136,7 +136,7 @@ class Tokenizer:
 
     @cached_property
     def _without_trimming(self) -> tokenizers.Tokenizer:
-        """The library's own without the step that may trim whitespace from the places of tokens."""
+        """The library's tokenizer without the post-processor, which may trim whitespace from token offsets."""
         backend = copy.deepcopy(self.backend)
         backend.post_processor = processors.Sequence([])
         return backend
@@ -156,24 +156,24 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> list[int]:
-        """Of the tokens at which a generated text ends: the separator, and the one that the chat template's turns end
-        with.
+        """The ids at which a generated text ends: the separator, and the end-of-turn token of the chat template, if any
+        (its eos_token).
         """
         template = None if self.chat_template is None else dict(self.chat_template.special_tokens).get("eos_token")
         found = None if template is None else self.backend.token_to_id(template)
         return [self.separator_id] if found in (None, self.separator_id) else [self.separator_id, found]
 
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json and, beside it, the chat template if there is one; atomically, each."""
+        """Write a tokenizer.json and, beside it, the chat template if there is one; each file atomically."""
         write_atomic(path, self.backend.to_str(pretty=True).encode("utf-8"))
         if self.chat_template is not None:
             config = json.dumps(self.chat_template.config(), indent=2) + "\n"
             write_atomic(path.with_name(TOKENIZER_CONFIG_FILE), config.encode("utf-8"))
 
     def hf_config(self, max_length: int) -> dict[str, Any]:
-        """The tokenizer_config.json beside `save`'s file, from which ``AutoTokenizer`` gives the ids of `encode`.
+        """The tokenizer_config.json to put beside `save`'s file, so that ``AutoTokenizer`` gives the ids of `encode`.
 
-        Without one it takes the tokenizer of the model's architecture, and its ids for some of the texts.
+        Without it ``AutoTokenizer`` takes the class of the model's architecture, which gives other ids for some texts.
         """
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -185,17 +185,17 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """The UTF-8 bytes of a text: 256 ids, of which 0 separates documents."""
+    """The UTF-8 bytes of a text: 256 ids; 0 separates documents."""
 
     def __init__(self) -> None:
-        # No character is in the vocabulary, so all fall back to their bytes, whose ids are their values.
+        # No character is in the vocabulary, so each falls back to its bytes; a byte's id is its value.
         model = models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True)
         backend = tokenizers.Tokenizer(model)
         backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         super().__init__(backend, BYTES)
         self.fingerprint = hashlib.sha256(b"utf-8 bytes, 0 separates").hexdigest()
 
-    def _ids(self, texts: Sequence[str]) -> list[TokenIds]:  # a hundred times as fast as the library
+    def _ids(self, texts: Sequence[str]) -> list[TokenIds]:  # 100 times as fast as the library
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def tokens(self, text: str) -> Tokens:
@@ -215,9 +215,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that ``spec`` names: "bytes", "bpe:N", or the path of a tokenizer.json.
 
-    What is beside a tokenizer.json may give it a chat template, see `tilemoe.data.chat_template.read_chat_template`.
+    Files beside a tokenizer.json may give it a chat template, see `tilemoe.data.chat_template.read_chat_template`.
     "bpe:N" is a byte-level BPE of at most N ids, trained on the training split of ``corpus`` and kept in ``cache_dir``
-    (trained anew each time when that is None). Raises ValueError for another spec and for a missing or invalid file.
+    (None: trained anew each time). Raises ValueError for any other spec and for a missing or invalid file.
     """
     if spec == BYTES:
         return ByteTokenizer()
@@ -246,7 +246,7 @@ def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def _readable(name: str, what: str, fix: str = "correct its tokenizer.json") -> Iterator[None]:
-    """ValueError where the library fails at what a tokenizer.json says: by the base class itself, or by a panic."""
+    """Turn the library's errors about a tokenizer.json (a plain Exception or a Rust panic) into ValueError."""
     try:
         yield
     except BaseException as error:
@@ -268,7 +268,7 @@ def _cached_bpe(spec: str, corpus: Corpus, vocab_size: int, heldout_every: int, 
 
 
 def _train_bpe(corpus: Corpus, vocab_size: int, heldout_every: int) -> tokenizers.Tokenizer:
-    """A BPE over bytes, a function of the training split alone."""
+    """A byte-level BPE that depends on the training split alone."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -292,7 +292,7 @@ def _training_sample(corpus: Corpus, heldout_every: int) -> Iterator[str]:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """``text`` in parts of at most `_PIECE` characters, each but the first beginning with a blank if there is one."""
+    """``text`` in pieces of at most `_PIECE` characters; it is cut before a blank if there is one."""
     start = 0
     while len(text) - start > _PIECE:
         blank = text.rfind(" ", start + 1, start + _PIECE)
@@ -303,7 +303,7 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def _without_longer_words(text: str) -> Iterator[str]:
-    """``text`` cut within what no blank, or nothing but blanks, divides for `_LONGEST_WORD` characters."""
+    """``text`` in parts: runs of at least `_LONGEST_WORD` blanks, or non-blanks, are cut every so many characters."""
     start = 0
     for word in _LONGER_WORD.finditer(text):
         yield text[start : word.start()]
@@ -313,10 +313,10 @@ def _without_longer_words(text: str) -> Iterator[str]:
 
 
 def _interruptible(work: Callable[[Callable[[Iterator[str]], Iterator[str]]], object]) -> None:
-    """Do ``work``, of native code that answers no signal, in a thread, which an interrupted caller leaves behind.
+    """Run ``work``, native code that handles no signals, in a thread that an interrupted caller leaves behind.
 
-    ``work`` is given what its texts go through: they end when the caller has left, so that the thread runs no more
-    Python while the process ends.
+    ``work`` gets a function to wrap its texts. The wrapped texts end once the caller has left, so that the thread runs
+    no Python while the process ends.
     """
     done: Future[None] = Future()
     left = Event()

@@ -1,11 +1,11 @@
-"""The tokens of a text that is too long to be encoded at once: of windows that overlap, joined where both agree.
+"""Encodes a text that is too long to be encoded at once: in overlapping windows, joined where their tokens agree.
 
 n tokens
 
-A tokenizer may add something at the start of a text, and sees no more than it is given, so tokens near a window's ends
-may be none of the text's. Where two windows have several tokens in a row in common, the text's tokens are the first
-window's up to there, and the second's from there on. Of two divisions to which a Unigram model gives scores that differ
-by rounding alone, a window may take the other one than the whole text would.
+A tokenizer may add something at the start of a text and sees only the window, so tokens near a window's ends may differ
+from the whole text's. Where two windows have several tokens in a row in common, the text's tokens are those of the
+first window up to there, and of the second from there on. If a Unigram model scores two splits of a text equally except
+for rounding, a window may take another one than the whole text would.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from difflib import SequenceMatcher
 import numpy as np
 from numpy.typing import NDArray
 
-# Columns: the id; its characters [FIRST, END) in the text; whether the tokenizer divides the text before it.
+# Columns: the id; its characters [FIRST, END) in the text; whether the pre-tokenizer begins a word there.
 ID, FIRST, END, BEGINS_WORD = range(4)
 Tokens = NDArray[np.int64]  # (n, 4)
 
-_OVERLAP = 8  # windows share about this part of their characters
-_WIDEST = 8  # times the usual size, of a window
-_AGREEING = 8  # tokens in a row
+_OVERLAP = 8  # windows overlap by about 1/8 of their characters
+_WIDEST = 8  # a window is at most so many times the usual size
+_AGREEING = 8  # tokens in a row that two windows must share
 
 
 def tokens_of_parts(
     parts: Iterable[str], size: int, encode: Callable[[str], Tokens], num_different: int
 ) -> Iterator[Tokens]:
-    """The tokens of the text that ``parts`` are together, some at a time, from windows of about ``size`` characters.
+    """Yields arrays of the tokens of one text, given in ``parts``, from windows of about ``size`` characters.
 
-    A window begins where a token of the one before does, so that merges divide a long run of one character alike in
-    both. Where they have too little in common it begins earlier, and the one before is made wider. ValueError: that
-    was of no use.
-    ``num_different``: so many ids must be among the tokens in common, where a run's division depends on its end.
+    A window begins at the start of a token of the window before, so that BPE splits a long run of one character alike
+    in both. If they have too few tokens in common, it begins earlier and the window before is made wider. ValueError:
+    that did not help.
+    ``num_different``: different ids needed among the tokens in common; more than 1 if a run's split depends on its end.
     """
     left, text, width, limit, given, place = iter(parts), "", size, size - size // _OVERLAP, 0, 0
-    tokens: Tokens | None = None  # of the window: the text's first ``width`` characters
+    tokens: Tokens | None = None  # tokens of the window, the first ``width`` characters of ``text``
     while True:
         while len(text) <= width + size and (part := next(left, None)) is not None:
             text += part
@@ -66,7 +66,7 @@ def _moved(tokens: Tokens, by: int) -> Tokens:
 
 
 def _agreement(before: Tokens, after: Tokens, num_different: int) -> tuple[int, int] | None:
-    """The first place in each amid `_AGREEING` tokens that both have."""
+    """The index in each where they can be joined: amid the first `_AGREEING` tokens in common. None: there are none."""
     begin = int(np.searchsorted(before[:, FIRST], after[:1, FIRST].sum()))
     end = int(np.searchsorted(after[:, FIRST], before[-1:, END].sum()))
     ended, begun = (list(map(tuple, tokens.tolist())) for tokens in (before[begin:], after[:end]))
@@ -78,10 +78,10 @@ def _agreement(before: Tokens, after: Tokens, num_different: int) -> tuple[int, 
 
 
 def _first_of_a_token(tokens: Tokens, limit: int) -> int:
-    """The last place up to ``limit`` where a word begins, or else any token, but not the first; or else ``limit``."""
+    """The last character up to ``limit`` that begins a word, else a token (not the first one), else ``limit``."""
     usable = tokens[:, FIRST] <= limit
     usable[:1] = False
-    usable[1:] &= tokens[1:, FIRST] >= tokens[:-1, END]  # both may be of one character
+    usable[1:] &= tokens[1:, FIRST] >= tokens[:-1, END]  # two tokens may share a character
     words = usable & (tokens[:, BEGINS_WORD] == 1)
     found = tokens[words if words.any() else usable, FIRST]
     return int(found[-1]) if found.size else limit

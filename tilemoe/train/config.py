@@ -1,7 +1,7 @@
-"""Recipes: everything that defines a training run, as frozen dataclasses validated when they are made.
+"""Recipes: everything that defines a training run, as frozen dataclasses that are validated when they are made.
 
-Standard library only, so that ``tilemoe train --help`` never imports torch. A recipe is a JSON file; those that come
-with the package live in ``tilemoe/recipes``.
+Standard library only, so that ``tilemoe train --help`` never imports torch. A recipe is a JSON file; the packaged
+recipes are in ``tilemoe/recipes``.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tilemoe.models.hf_base import HFBase
 from tilemoe.models.sizes import ModelSizes, sizes_of
 
 Packing = Literal["best_fit", "one_document"]
-Storage = Literal["dense", "nf4", "nf4_double", "mxfp4"]  # of the frozen experts under adapters
-_FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
-_MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as it is told to
+Storage = Literal["dense", "nf4", "nf4_double", "mxfp4"]  # how frozen experts with adapters are stored
+_FP8_MULTIPLE = 16  # the sizes of an FP8 GEMM must be multiples of it
+_MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as asked for
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read and how it is cut into batches."""
+    """The data of a run, and how they are cut into batches."""
 
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
     corpus: str = "stdlib"  # "stdlib", a .txt/.md/.py/.jsonl/.parquet file, or a folder; text may be .gz or .zst
-    sources: tuple[str, ...] = ()  # several corpora instead, each "PATH=WEIGHT": its share of the training sequences
-    format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
-    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: if it has more tokens than a sequence
+    sources: tuple[str, ...] = ()  # several corpora instead, each "PATH=WEIGHT"; weight: share of training sequences
+    format: Literal["text", "chat"] = "text"  # chat: .jsonl with "messages", or "prompt" and "completion"
+    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: for an example longer than seq_len
     packing: Packing = "best_fit"  # chat: several examples in a sequence, or "one_document" in each
-    undecodable: Literal["error", "replace"] = "error"  # bytes that are not UTF-8; replace: by U+FFFD, and counted
-    longest_line: int = 1 << 26  # characters of a line of .jsonl; a longer one is an error
+    undecodable: Literal["error", "replace"] = "error"  # bytes that are not UTF-8; replace: count them, use U+FFFD
+    longest_line: int = 1 << 26  # characters in a line of .jsonl; a longer line is an error
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
-    heldout_every: int = 20  # every N-th document is kept for evaluation
+    heldout_every: int = 20  # every N-th document is held out for evaluation
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
 
     def __post_init__(self) -> None:
@@ -90,14 +90,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Muon's own settings, by the names and with the meanings of ``torch.optim.Muon`` (`tilemoe.train.muon`)."""
+    """Muon's own settings; names and meanings are those of ``torch.optim.Muon`` (`tilemoe.train.muon`)."""
 
-    momentum: float = 0.95  # of the running mean of gradients
-    nesterov: bool = True  # orthogonalise the mean of the gradient and the running mean, not the latter alone
+    momentum: float = 0.95  # decay of the running mean of gradients
+    nesterov: bool = True  # orthogonalise gradient and running mean, averaged by momentum, not the mean alone
     ns_steps: int = 5  # Newton-Schulz iterations
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)  # a, b, c of a x + b x^3 + c x^5
     lr_scale: float = 1.0  # Muon's learning rate divided by optim.lr, before adjust_lr_fn
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"  # the latter: updates as large as AdamW's
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"  # match: updates as large as AdamW's
 
     def __post_init__(self) -> None:
         require_fields("optim.muon.", self, at_least={"ns_steps": 1}, positive=("lr_scale",))
@@ -117,16 +117,16 @@ class OptimConfig:
     """The optimiser, gradient clipping and the learning-rate schedule."""
 
     lr: float  # peak learning rate
-    # muon: for the blocks' matrices but the router's, adamw for the rest; adamw8bit: AdamW with moments of a byte
+    # muon: Muon for the blocks' matrices except the router's, AdamW for the rest; adamw8bit: AdamW with 8-bit moments
     name: Literal["adamw", "muon", "adamw8bit"] = "adamw"
     beta1: float = 0.9  # AdamW's
     beta2: float = 0.95  # AdamW's
     eps: float = 1e-8  # AdamW's
-    weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
-    grad_clip: float = 1.0  # gradients are clipped to this L2 norm, spikes too; 0: never. NaN or infinity ends the run
+    weight_decay: float = 0.1  # of weight matrices only, not of norms, biases and the embedding table
+    grad_clip: float = 1.0  # L2 norm that gradients are clipped to; 0: no clipping. A NaN or infinite norm ends the run
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
-    decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
+    decay_fraction: float = 0.2  # wsd: the fraction of all steps that decays, at the end
     min_lr_ratio: float = 0.1  # the last step's learning rate divided by the peak
     muon: MuonConfig = field(default_factory=MuonConfig)  # used if optim.name is muon
 
@@ -144,18 +144,18 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) that a run trains instead of the weights it began with."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) that a run trains instead of its initial weights."""
 
-    rank: int = 8  # of experts' adapters; every expert has its own
+    rank: int = 8  # of experts' adapters; every expert has its own adapter
     attention_rank: int | None = None  # of attention's adapters; default: rank
     alpha: float = 16.0  # every adapter's product is multiplied by alpha / rank
-    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
-    storage: Storage = "dense"  # of the frozen experts; in 4 bit all else that is frozen is kept in bf16
-    linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside experts in 4 bit, by bitsandbytes
-    train_router: bool = False  # train the routers' own weights, too
-    train_norms: bool = False  # and the norms'
-    base: str | None = None  # base model that an exported adapter names; default: that of --init-from
-    # Of merged weights, and, where train.precision is bf16, of frozen matrices beside dense experts; default: that of
+    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # modules that get adapters
+    storage: Storage = "dense"  # of the frozen experts; with 4 bits all other frozen weights are in bf16
+    linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside 4-bit experts; nf4: bitsandbytes
+    train_router: bool = False  # also train the routers' weights
+    train_norms: bool = False  # also train the norms' weights
+    base: str | None = None  # name of the base model in an exported adapter; default: taken from --init-from
+    # Of merged weights and, if train.precision is bf16, of frozen matrices beside dense experts; default: the dtype in
     # --init-from's files
     base_dtype: Literal["float32", "bfloat16"] | None = None
 
@@ -177,31 +177,31 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how precisely, on what, and what is written where."""
+    """Length, precision and device of the run, and what it writes where."""
 
     steps: int  # optimiser steps
     out_dir: str  # the run's folder: checkpoints, metrics.jsonl, plot.png, result.json
     accumulation: int = 1  # micro-batches per optimiser step
-    seed: int = 0  # of the initial weights and of the order of the data
+    seed: int = 0  # of the initial weights and the data order
     precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights, or FSDP gathers them in bf16
-    dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao, bf16: as above
+    dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao; bf16: as precision
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
-    recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations, the backward reruns up_proj
-    deterministic: bool = False  # bit-equal runs on a GPU, too; the attention's backward is slower
+    recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations; backward reruns up_proj
+    deterministic: bool = False  # bit-equal runs on a GPU too; attention's backward is slower
     threads: int = 0  # CPU threads; 0 leaves the choice to torch
-    selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
+    selection_bias_rate: float = 0.001  # step size of the router's selection bias, if the model has one
     log_every: int = 10  # steps between records of the training loss
     eval_every: int = 250  # steps between evaluations on held-out text; 0: only at the end
-    eval_batches: int = 20  # batches of such an evaluation, spread over the held-out split; 0: all of it
+    eval_batches: int = 20  # batches per evaluation, spread over the held-out split; 0: the whole split
     save_every: int = 250  # steps between checkpoints; 0: only at the end
     keep_last: int = 2  # checkpoints kept
     tensorboard: bool = False  # also write TensorBoard event files
     wandb: bool = False  # also log to Weights & Biases, project tilemoe or $WANDB_PROJECT
     plot: bool = True  # draw plot.png at the end
-    sample_prompt: str = "def "  # continued at the end of the run
-    sample_tokens: int = 200  # length of that sample; 0: none
-    timeout: int = 600  # seconds a process of a job waits for the others before it gives up
+    sample_prompt: str = "def "  # prompt of the sample at the end of the run
+    sample_tokens: int = 200  # length of that sample; 0: no sample
+    timeout: int = 600  # seconds that a process of a job waits for the others before it gives up
 
     def __post_init__(self) -> None:
         counts = ("steps", "accumulation", "log_every", "keep_last", "timeout")
@@ -221,9 +221,9 @@ class TrainConfig:
 class Recipe:
     """A complete, reproducible description of a training run.
 
-    ``model`` is `DecoderLM`'s, or one of transformers' own, of which adapters train (`tilemoe.models.hf_base`).
-    ``parallel`` says how a job's processes share the model. Its dtypes apply under train.precision bf16; under fp32
-    everything is fp32. A single process shares nothing, but follows ``parallel.checkpointing``.
+    ``model`` configures `DecoderLM`, or names a model of transformers' own class, which only adapters can train
+    (`tilemoe.models.hf_base`). ``parallel`` says how a job's processes share the model; under train.precision fp32 its
+    dtypes are ignored. A single process shares nothing, but follows ``parallel.checkpointing``.
     """
 
     name: str
@@ -259,7 +259,7 @@ class Recipe:
             "model.hidden_size": model.hidden_size,
             "model.num_heads * model.head_dim": model.num_heads * model.head_dim,
             "model.num_kv_heads * model.head_dim": model.num_kv_heads * model.head_dim,
-            "data.batch_size * data.seq_len": data.batch_size * data.seq_len,  # wgrad's contraction
+            "data.batch_size * data.seq_len": data.batch_size * data.seq_len,  # K of the wgrad GEMM
         }
         for name, size in sizes.items():
             if size % _FP8_MULTIPLE:
@@ -296,9 +296,9 @@ class Recipe:
                 )
 
     def parallel_for(self, world_size: int) -> ParallelConfig:
-        """``parallel`` for a job of ``world_size`` processes, with its sizes and what train.precision says filled in.
+        """``parallel`` for a job of ``world_size`` processes: sizes are filled in, and dtypes follow train.precision.
 
-        ValueError: the sizes do not make up the job, or the experts cannot be divided.
+        ValueError: the product of the sizes is not the job's, or the experts cannot be divided evenly.
         """
         config = self.parallel.for_job(world_size, self.model)
         if self.train.precision == "fp32":
@@ -306,7 +306,7 @@ class Recipe:
         return config
 
     def require_trainable(self) -> None:
-        """ValueError: a model of transformers' own class is not trained so."""
+        """ValueError: the model is of transformers' own class, which cannot be trained with one of the settings."""
         if not isinstance(self.model, HFBase):
             return
         what = f"a model of type {self.model.model_type!r} is transformers' own"
@@ -329,11 +329,11 @@ class Recipe:
                 )
 
     def sizes(self) -> ModelSizes:
-        """The model's. ValueError: it is transformers' own, of a family that the planner does not know."""
+        """The model's sizes. ValueError: it is transformers' own, of a family that the planner does not know."""
         return self.model.sizes() if isinstance(self.model, HFBase) else sizes_of(self.model)
 
     def flops_per_token(self) -> float | None:
-        """Of training; None where the planner does not know the family."""
+        """FLOP of training per token; None where the planner does not know the model's family."""
         try:
             return flops_per_token(self.sizes(), self.data.seq_len, is_frozen=self.lora is not None)
         except ValueError:
@@ -341,7 +341,7 @@ class Recipe:
 
     @property
     def sequences_per_step(self) -> int:
-        """Of one optimiser step on one process."""
+        """Sequences of one optimiser step on one process."""
         return self.data.batch_size * self.train.accumulation
 
     @property
@@ -357,7 +357,7 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """The packaged recipe of that name, or the one in a ``.json`` file."""
+    """The packaged recipe of that name, or the recipe in a ``.json`` file."""
     text = str(name_or_path)
     if text.endswith(".json"):
         path = expand_user(text)
@@ -387,7 +387,7 @@ def parse_recipe(text: str | bytes, where: str) -> Recipe:
 def differences(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, here: str = "here", there: str = "in the checkpoint"
 ) -> Iterator[str]:
-    """A text for each setting (``to_dict``) that differs: its dotted name with both values, in order."""
+    """A text for each setting (``to_dict``) that differs, in order: its dotted name and both values."""
     for key, value in ours.items():
         other = theirs.get(key)
         if isinstance(value, Mapping) and isinstance(other, Mapping):

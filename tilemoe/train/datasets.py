@@ -1,4 +1,4 @@
-"""The data that a recipe names: prepared, as batches, and on the device.
+"""Prepares the data that a recipe names, makes its sampler, and moves batches to the device.
 
 B sequences · S tokens per sequence
 """
@@ -32,9 +32,9 @@ from tilemoe.train.job.processes import ALONE, Job
 
 
 def prepare_data(settings: DataConfig, tokenizer: str, cache_dir: Path | None = None) -> Prepared:
-    """What ``settings`` name, in the ids of ``tokenizer``; ValueError for anything wrong with it.
+    """The corpora of ``settings`` in the ids of ``tokenizer``. ValueError: anything is wrong with them.
 
-    ``cache_dir`` is written to instead of the settings' own cache, which is read alone then.
+    ``cache_dir`` is written to instead of the settings' own cache, which is then only read.
     """
     corpora, weights = zip(*settings.weight_of_corpus, strict=True)
     found = [_prepare_corpus(corpus, settings, tokenizer, cache_dir) for corpus in corpora]
@@ -77,23 +77,23 @@ def _sampler_of(
 
 
 class DeviceBatch(NamedTuple):
-    """What a forward takes: inputs and labels (B, S) int64, and the documents of packed sequences.
+    """The arguments of a forward: inputs and labels (B, S) int64, and the documents of packed sequences.
 
-    ``num_targets``: how many of the labels are not -100, known to the host.
+    ``num_targets``: the number of labels that are not -100, known on the host.
     """
 
     inputs: Tensor
     labels: Tensor
     documents: Documents | None
     num_targets: int
-    token_mask: Tensor | None  # (B, S) bool, False for what fills a window or a batch up; None: nothing does
+    token_mask: Tensor | None  # (B, S) bool, False for padding of a window or a batch; None: no padding
 
 
 def device_batch(batch: Batch | PackedBatch, device: torch.device) -> DeviceBatch:
-    """``batch`` on its way to ``device``, for which the host does not wait."""
+    """Copy ``batch`` to ``device``; the host does not wait for the copies."""
     inputs, targets, *positions = (torch.from_numpy(array) for array in batch)
     documents = Documents.of(*positions) if positions else None
-    is_real = targets >= 0  # all text is learnt, and of each document a token at least: the rest only fills up
+    is_real = targets >= 0  # in text every token has a target; below: a document without targets is padding
     num_targets = int(is_real.sum())
     if documents is not None:
         lengths = documents.bounds.diff().long()

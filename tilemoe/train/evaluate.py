@@ -1,4 +1,4 @@
-"""Held-out loss: in nats/token and, comparable between tokenizers, in nats/byte of text.
+"""Held-out loss in nats/token and in nats/byte of text, which can be compared between tokenizers.
 
 B sequences per batch · S tokens per sequence
 """
@@ -24,7 +24,7 @@ from tilemoe.train.datasets import device_batch
 from tilemoe.train.job.collective import any_process, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 
-_GOLDEN = 0.5 * (5.0**0.5 - 1.0)  # the multiples' fractions fill [0, 1) evenly
+_GOLDEN = 0.5 * (5.0**0.5 - 1.0)  # the fractional parts of its multiples fill [0, 1) evenly
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class Evaluation:
     """The mean loss over ``tokens`` predicted tokens."""
 
     nats_per_token: float
-    nats_per_byte: float | None  # None: unknown, as of a part of a split of tokens of many lengths
+    nats_per_byte: float | None  # None: unknown, as for a subset, unless every token is one byte
     tokens: int
     whole_split: bool  # False: a subset, spread evenly over the split
     tokens_per_expert: list[list[int]]  # (MoE layers, experts)
 
     def __str__(self) -> str:
-        """The loss, per token and where known per byte, and what it was measured on."""
+        """The loss per token and, if known, per byte, and the number of tokens it was measured on."""
         per_byte = "" if self.nats_per_byte is None else f" {self.nats_per_byte:.4f} nats/byte,"
         read = f"{'whole split' if self.whole_split else 'subset'} of {self.tokens:,} tokens"
         return f"held-out loss {self.nats_per_token:.4f} nats/token,{per_byte} {read}"
 
     def shown(self, digits: int) -> str:
-        """The loss with its unit: per byte where that is known."""
+        """The loss with its unit: per byte if known, else per token."""
         if self.nats_per_byte is None:
             return f"{self.nats_per_token:.{digits}f} nats/token"
         return f"{self.nats_per_byte:.{digits}f} nats/byte"
@@ -64,15 +64,15 @@ def evaluate(
     job: Job = ALONE,
     until_it_fits: Callable[[Callable[[], LMOutput]], LMOutput] = lambda forward: forward(),
 ) -> Evaluation | None:
-    """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over ``max_batches`` batches of windows,
-    always the same, spread evenly over the split; a last batch of each source may be filled in part.
+    """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over ``max_batches`` batches of windows:
+    always the same windows, spread evenly over the split. The last batch of each source may be padded.
 
-    Every window of a text starts without context, so the figure is a little pessimistic for small ``seq_len``.
-    Nats/byte are nats/token times the split's tokens per byte, which is that of a part only if every token is a byte.
-    Sources take turns with the batches, until each is read.
-    Of documents, packed already with their own ``seq_len``, the tokens to learn count, and nats/byte are unknown.
-    ``on_batch`` is told how many tokens this process has read. Returns None when ``stop_requested`` says so in between.
-    The processes of a job take turns with the batches; each gets the result. ``until_it_fits`` repeats a forward.
+    Every window of a text starts without context, so the loss is a little too high for small ``seq_len``.
+    Nats/byte is nats/token times the split's tokens per byte; for a subset it is known only if every token is a byte.
+    Batches come from each source in turn, until all sources are read.
+    Documents are packed already, with their own ``seq_len``: only their targets count, and nats/byte is unknown.
+    ``on_batch`` gets the number of tokens that this process has read. Returns None once ``stop_requested`` is true.
+    The processes of a job take turns with the batches; each gets the result. ``until_it_fits`` runs each forward.
     """
     nats, tokens = 0.0, 0
     counts: torch.Tensor | None = None
@@ -111,7 +111,7 @@ def evaluate(
 def _batches(
     shards: TokenShards | PackedDocuments | Mixture, seq_len: int, batch_size: int, max_batches: int, job: Job
 ) -> Iterator[Batch | PackedBatch]:
-    """This process' turns: every ``world_size``-th batch, and where that is one too few, one without targets."""
+    """This process' batches: every ``world_size``-th one, then one without targets if others have one more."""
     parts = shards.parts if isinstance(shards, Mixture) else (shards,)
     sizes = [_num_windows(part, seq_len) for part in parts]
     chosen = _spread(sum(sizes), min(max_batches * batch_size or sum(sizes), sum(sizes)))
@@ -130,7 +130,7 @@ def _num_windows(shards: TokenShards | PackedDocuments, seq_len: int) -> int:
 
 
 def _spread(total: int, count: int) -> NDArray[np.int64]:
-    """(count,) of the numbers below ``total``, one of each equal stretch; where in it follows no period of a text."""
+    """(count,) of the numbers below ``total``, one from each of ``count`` equal ranges, at aperiodic places."""
     edges = np.arange(count + 1) * total // count
     return edges[:-1] + (np.diff(edges) * (np.arange(1, count + 1) * _GOLDEN % 1)).astype(np.int64)
 

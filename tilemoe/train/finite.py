@@ -1,4 +1,4 @@
-"""Whether what a checkpoint is to hold is finite, and where in a model what is not began."""
+"""Finds values that are not finite before a checkpoint is written, and the place in a model where they begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilemoe.train.optim import optimizer_tensors
 
 @torch.no_grad()
 def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str | None:
-    """The name of the first weight, buffer or optimiser state with a NaN or an infinity, in this process' part.
+    """The name of the first weight, buffer or optimiser state with a NaN or an infinity in this process' shard.
 
     It synchronises with the device once and copies no tensor.
     """
@@ -38,7 +38,7 @@ def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 @contextlib.contextmanager
 def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
-    """The name of the first module of which, in the block, an output was not finite, or the forward failed."""
+    """A list that gets the name of the first module whose output in the block is not finite, or whose forward fails."""
     found: list[str] = []
 
     def hook_of(name: str) -> Callable[..., None]:
@@ -57,8 +57,8 @@ def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
 
 
 def worst_gradient(model: nn.Module) -> str:
-    """The name of the last parameter, which the backward comes to first, whose gradient is not finite; or of the one
-    with the largest.
+    """The name of the last parameter whose gradient is not finite: the backward reaches it first. If all are finite, of
+    the parameter with the largest gradient.
     """
     largest = {name: float(largest_magnitude(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, value in largest.items() if not math.isfinite(value)]

@@ -1,7 +1,7 @@
 """The training loop: one optimiser step, and the order in which a run trains, records, saves and evaluates.
 
-A step's order is fixed, because resuming relies on it: train, record, checkpoint, evaluate. Whatever follows a
-checkpoint is a function of it, so a run that goes on from there repeats exactly what the interrupted one did.
+A step's order is fixed, because resuming relies on it: train, record, checkpoint, evaluate. Everything after a
+checkpoint depends on the checkpoint alone, so a resumed run repeats exactly what the interrupted run did.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
 from tilemoe.train.progress import Phases, Reporter, Speed, StepStats
 from tilemoe.train.room import Room
 
-GPU_TILE = 128  # rows of a tile of the GPU kernels' products
-_ROOM = slice(3, 7)  # of a process' values: `Room.overflow`, and the most rows that one of its group received
-_PER_LAYER = 9  # numbers of each layer that follow: those of `StepStats`, and the most rows that this process received
-_SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
+GPU_TILE = 128  # rows of a tile in the GPU kernels' GEMMs
+_ROOM = slice(3, 7)  # in a process' values: `Room.overflow`, and the most rows that any of its group received
+_PER_LAYER = 9  # numbers per layer after `_ROOM`: those of `StepStats`, and the most rows that this process received
+_SPEED_MEMORY = 0.9  # weight of the past in the moving average of a step's seconds
 
 
 class NonFiniteLossError(ValueError):
@@ -63,12 +63,12 @@ class NonFiniteLossError(ValueError):
 
 
 class NonFiniteWeightsError(ValueError):
-    """An update has made NaN or infinite weights, or such a state of the optimiser; they were not saved."""
+    """An update made a weight or an optimiser state NaN or infinite; it was not saved."""
 
 
 class _Routed(NamedTuple):
-    """Of each micro-batch: rows and pairs (micro-batches, layers, experts) int64, before rounding the latter, and the
-    routers' entropy (micro-batches, layers) fp32.
+    """Per micro-batch: expert rows after token rounding and (token, expert) pairs before it, both
+    (micro-batches, layers, experts) int64, and the routers' entropy (micro-batches, layers) fp32.
     """
 
     rows: Tensor
@@ -80,10 +80,10 @@ class Trainer:
     """Trains one model: holds the model, its optimiser and the position in the data.
 
     Args:
-        model: on ``device``, fp32 weights; those of a job's processes share it (`tilemoe.parallel`).
+        model: on ``device``, trained weights in fp32; a job's processes share it (`tilemoe.parallel`).
         job: this process and its share of every step's sequences; rank 0 writes the records.
-        progress: is told how far this process has come, block by block.
-        phases: is told what its time was spent on.
+        progress: counts how far this process has come, block by block.
+        phases: records the seconds of each phase of this process.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
         self._pending: PendingCheckpoint | None = None
-        self.seconds_of_saves: list[float] = []  # that training waited
+        self.seconds_of_saves: list[float] = []  # for which training waited, per save
         self._saver: Saver | None = None
         self._room = Room(model, device, job, say=lambda line: None)
         moe = recipe.model.moe
@@ -126,19 +126,19 @@ class Trainer:
         return self.recipe.train.out_path
 
     def autocast(self) -> AbstractContextManager[object]:
-        """bf16 over fp32 weights, but fp32 on a CPU without bf16. Weights that FSDP gathers in bf16 need none, and from
-        PyTorch 2.12 on their norms would compute, and keep for backward, fp32 copies of all that they normalise.
+        """Autocast to bf16; disabled on a CPU without bf16, and where FSDP gathers the weights in bf16. There it is not
+        needed, and from PyTorch 2.12 on it makes norms compute in fp32 and keep fp32 copies of their inputs.
         """
         enabled = self._wants_autocast and has_fast_gemm(self.device.type, torch.bfloat16)
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     @property
     def lacks_bf16(self) -> bool:
-        """Whether what is to compute in bf16 computes in fp32, because the CPU has no bf16."""
+        """Whether the run asks for bf16 but computes in fp32, because the CPU has no instructions for bf16."""
         return self._wants_autocast and not has_fast_gemm(self.device.type, torch.bfloat16)
 
     def kernels(self) -> dict[str, Choice[Any]]:
-        """What computes each distinct shape of experts, and attention's projections where FP8 is asked for, and why."""
+        """The kernels, with the reason, for each distinct shape of experts and for attention's projections in FP8."""
         dtype = torch.bfloat16 if self.recipe.train.precision == "bf16" and not self.lacks_bf16 else torch.float32
         found: dict[str, Choice[Any]] = {}
         for layer in self.model.modules():
@@ -158,16 +158,16 @@ class Trainer:
         return found
 
     def _keeps_sums(self) -> bool:
-        """Whether experts have gradients of which each micro-batch finds, in fp32, the sum of those before it."""
+        """Whether expert gradients stay unreduced, in fp32, between micro-batches, so that wgrad can add to them."""
         parallel = self.recipe.parallel
         kept = parallel.between_micro_batches == "weights_and_gradients" and parallel.reduce_dtype == "float32"
         has_experts = any(isinstance(module, Experts) for module in self.model.modules())
         return has_experts and self.recipe.train.accumulation > 1 and (kept or not is_shared(self.model))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Resume from ``checkpoint``, verified meanwhile: weights, optimiser, random-number states, step and tokens."""
+        """Restore weights, optimiser, random-number states, step and tokens; verify ``checkpoint`` while reading it."""
         state = checkpoint.state
-        # Stays, of a rank (of a GPU) that was not there when it was saved.
+        # This seed stays in force for a rank (or a GPU) that did not exist when the checkpoint was saved.
         seed_process(self.recipe.train.seed, self.job, state.step)
         with verified(checkpoint, self.job):
             checkpoint.load_training(self.model, self.optimizer)
@@ -177,7 +177,7 @@ class Trainer:
         self._saved_step = state.step
 
     def save(self) -> None:
-        """Begin to write a checkpoint of the present step; all processes of a job call it.
+        """Begin to write a checkpoint of the present step; all processes of a job must call it.
 
         Raises:
             NonFiniteWeightsError: in every process, before anything is written.
@@ -202,7 +202,7 @@ class Trainer:
         self.seconds_of_saves.append(self.phases.end("saves"))
 
     def when_saved(self, action: Callable[[], object]) -> None:
-        """Run ``action`` once no checkpoint is being written; an error that it raises is that of `finish_save`."""
+        """Run ``action`` after the checkpoint that is being written (`finish_save` then raises its error), or now."""
         if self._pending is None:
             action()
         else:
@@ -216,17 +216,17 @@ class Trainer:
             self.seconds_of_saves[-1] += self.phases.end("saves")
 
     def keep_save(self) -> None:
-        """As `finish_save`, of a process that fails of something else, whatever becomes of the checkpoint."""
+        """`finish_save` for a process that fails with another error: errors of the checkpoint are dropped."""
         with suppress(Exception):
             self.finish_save()
 
     def train_step(self) -> StepStats:
-        """One optimiser step over ``accumulation`` micro-batches, repeated where rows did not fit.
+        """Run one optimiser step over ``accumulation`` micro-batches; repeat its gradients while rows do not fit.
 
-        Until that is known, only gradients and random numbers have changed.
+        Until all rows fit, only gradients and random numbers change.
 
-        NonFiniteLossError: before anything of the model or the optimiser has changed. Of a router's logits only the
-        process raises it that has them.
+        NonFiniteLossError: raised before the model or the optimiser changes. If a router's logits are not finite, only
+        the process that computed them raises it.
         """
         train = self.recipe.train
         lr = learning_rate(self.step, train.steps, self.recipe.optim)
@@ -259,15 +259,15 @@ class Trainer:
         return stats
 
     def _gradients(self) -> tuple[list[list[float]], Tensor]:
-        """Those of the next step, clipped. Returns of each process the losses, the norm, the room (`_ROOM`) and each
-        layer's numbers, and the pairs (layers, experts).
+        """Compute and clip the next step's gradients. Returns a row of values per process (losses, norm, `_ROOM`,
+        `_PER_LAYER` numbers of each layer) and this process' pairs (layers, experts).
         """
         with self._logits_in(f"step {self.step + 1}"), micro_batches(self.recipe.parallel):
             loss, aux_loss, routed = self._accumulate()
         self._progress.mark()
         rows, pairs = routed.rows.sum(0), routed.pairs.sum(0)
         all_rows, all_pairs = sum_over_ranks(torch.stack([rows, pairs]))
-        entropy = (routed.entropy.double() * routed.pairs.sum(2)).sum(0)  # a micro-batch may have more padding
+        entropy = (routed.entropy.double() * routed.pairs.sum(2)).sum(0)  # weighted: micro-batches differ in padding
         norm = clip_gradients(self.model.parameters(), self.recipe.optim.grad_clip)
         rows_there = rows_of_experts(self.model, routed.rows)
         rows_of_each, rank = rows_of_ranks(self.model, rows_there)
@@ -289,8 +289,8 @@ class Trainer:
     def _accumulate(self) -> tuple[Tensor, Tensor, _Routed]:
         """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and routing.
 
-        Over processes gradients are summed: each takes its part of the mean over the labels of the whole step, of which
-        another micro-batch may have more. Of the auxiliary loss every micro-batch has the same part.
+        Gradients are summed over processes. The loss is a mean over all labels of the step, so each micro-batch is
+        weighted by its number of labels. The auxiliary loss has the same weight in every micro-batch.
         """
         parts = self.recipe.train.accumulation
         shares = parts * self.job.world_size
@@ -303,7 +303,7 @@ class Trainer:
             with self.autocast():
                 out = self.model(batch.inputs, batch.labels, documents=batch.documents, token_mask=batch.token_mask)
             assert out.loss is not None
-            loss = out.loss * (batch.num_targets * shares / targets)  # times 1.0 where all have as many labels
+            loss = out.loss * (batch.num_targets * shares / targets)  # times 1.0 if all have as many labels
             ((loss + out.aux_loss) / shares).backward()
             losses.append(loss.detach())
             aux_losses.append(out.aux_loss.detach())
@@ -321,15 +321,15 @@ class Trainer:
 
     @contextmanager
     def _logits_in(self, where: str) -> Iterator[None]:
-        """Say of logits that are not finite where that was, and what can be done."""
+        """Turn NonFiniteLogitsError into NonFiniteLossError, which adds ``where`` it happened and the remedy."""
         try:
             yield
-        except NonFiniteLogitsError as error:  # this process alone is here: no word with others about a checkpoint
+        except NonFiniteLogitsError as error:  # only this process is here: no collectives
             what = f"{str(error).partition(';')[0]}{self._origin()}"
             raise NonFiniteLossError(f"{what} in {where}; {self._remedy()}") from error
 
     def _origin(self) -> str:
-        """Where the next step's first value that is not finite is: a process alone computes its gradients once more."""
+        """Text: the module or gradient where values are first not finite, by computing gradients again; "" in a job."""
         if not self.job.is_alone:
             return ""
         self.optimizer.zero_grad(set_to_none=True)
@@ -347,7 +347,7 @@ class Trainer:
                 )
 
     def _remedy(self) -> str:
-        """What to go on from, and with which settings."""
+        """Text for an error: the last checkpoint, and the settings to change."""
         self.keep_save()
         saved = list_checkpoints(self.run_dir)
         last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
@@ -356,9 +356,9 @@ class Trainer:
     def fit(
         self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
     ) -> Evaluation | None:
-        """Train to the last step and evaluate on the whole held-out split; None if stopped in any process before.
+        """Train to the last step and evaluate on the whole held-out split; None if any process was told to stop before.
 
-        metrics: the first process' alone.
+        metrics: None in all processes but the first.
         """
         train = self.recipe.train
         started, seconds_before = time.perf_counter(), self.seconds
@@ -377,7 +377,7 @@ class Trainer:
                 now = time.perf_counter()
                 self.phases.end("steps" if self.step > first_step + 1 else "first step")
                 self.seconds = seconds_before + now - started
-                if self.step - first_step <= 2:  # the first warms up, and counts only until there is a second
+                if self.step - first_step <= 2:  # the first step warms up: the second replaces its time
                     step_seconds = now - begun
                 step_seconds += (1.0 - _SPEED_MEMORY) * (now - begun - step_seconds)
                 speed = self._speed(step_seconds)
@@ -385,7 +385,7 @@ class Trainer:
                     measured = {"seconds": self.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
                     metrics.write("train", {**asdict(stats), **measured})
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
-                # No process has to wait for its part.
+                # Every process has written its part, so none has to wait.
                 if self._pending is not None and not any_process(not self._pending.is_written, self.job):
                     self.finish_save()
                 if self._is_due(train.save_every):
@@ -397,7 +397,7 @@ class Trainer:
             reporter.stop()
 
     def save_if_needed(self) -> None:
-        """Save the present step unless a checkpoint of it exists; it does when this returns."""
+        """Save the present step unless it is saved already, and wait until its checkpoint is published."""
         if self._saved_step != self.step:
             self.save()
         self.finish_save()
@@ -409,7 +409,7 @@ class Trainer:
     def _evaluate(
         self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
     ) -> Evaluation | None:
-        """Evaluate, on the whole split after the last step, and record it; None if stopped in between."""
+        """Evaluate and record the result; after the last step on the whole split. None if stopped in between."""
         is_last = self.step == self.recipe.train.steps
         begun, what = time.perf_counter(), f"the evaluation after step {self.step}"
         with self._logits_in(what):
@@ -440,15 +440,15 @@ class Trainer:
 
 
 def seed_process(seed: int, job: Job, step: int) -> None:
-    """Random numbers of torch, for random rounding say: a function of ``train.seed``, others in every process of a job,
-    and from every step on.
+    """Seed torch's random numbers (used for random rounding, say) from ``train.seed``, the world size, the rank and
+    ``step``.
     """
     text = f"{seed} {job.world_size} {job.rank} {step}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
 
 def data_fingerprint(data: Prepared) -> str:
-    """Digest of the tokens themselves, wherever their text and their shards are kept."""
+    """Digest of the tokens themselves; it does not depend on where their text and shards are kept."""
     if isinstance(data.train, Mixture):
         content = [read_index(part.directory)["splits"] for part in data.train.parts]
     else:
@@ -457,7 +457,7 @@ def data_fingerprint(data: Prepared) -> str:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s that the device's maker states for dense products in ``precision``; None where nobody does."""
+    """The vendor's peak FLOP/s for dense GEMMs in ``precision``; None for a CPU or a GPU that is not in our table."""
     if device.type != "cuda":
         return None
     try:
@@ -468,8 +468,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def expert_load(counts: Tensor) -> Tensor:
-    """Of each MoE layer's tokens per expert: the most and their 95th percentile, both over their mean, and how many are
-    0; (layers, experts) -> (3, layers) fp64.
+    """Per MoE layer: maximum and 95th percentile of tokens per expert, both divided by the mean, and the number of
+    experts without tokens; (layers, experts) -> (3, layers) fp64.
     """
     if not counts.numel():
         return counts.new_empty(3, 0, dtype=torch.float64)
@@ -479,8 +479,8 @@ def expert_load(counts: Tensor) -> Tensor:
 
 
 def rounding_changes(rows: Tensor, pairs: Tensor) -> Tensor:
-    """The pairs that token rounding dropped and those it added, over all; (micro-batches, layers, experts) each ->
-    (2, layers) fp64.
+    """Per MoE layer: pairs that token rounding dropped, and pairs that it added, each divided by all pairs;
+    (micro-batches, layers, experts) each -> (2, layers) fp64.
     """
     if not rows.numel():
         return rows.new_empty(2, 0, dtype=torch.float64)
@@ -489,8 +489,8 @@ def rounding_changes(rows: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _tile_waste(rows: Tensor, tile: int) -> Tensor:
-    """Per MoE layer, the rows by which experts' rows padded to ``tile`` exceed them, over these; (micro-batches,
-    layers, experts) -> (layers,) fp64.
+    """Per MoE layer: rows that pad each expert to a multiple of ``tile``, divided by the experts' rows;
+    (micro-batches, layers, experts) -> (layers,) fp64.
     """
     if not rows.numel():
         return rows.new_empty(0, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""The run's record: ``metrics.jsonl``, one JSON object per line, and its numbers for whoever draws curves.
+"""The run's record: ``metrics.jsonl``, one JSON object per line; its numbers also go to trackers.
 
-Two kinds of record, told apart by ``kind``; everything except the ``RUN_FIELDS`` is a function of the recipe:
+There are two kinds of record, by ``kind``. Everything except the ``RUN_FIELDS`` is a function of the recipe:
 
 * ``train``: the fields of `tilemoe.train.progress.StepStats`, and seconds, tokens_per_second and mfu
   (`tilemoe.train.progress.Speed`);
@@ -25,19 +25,19 @@ RUN_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu", "capacity", "repe
 METRICS_FILE = "metrics.jsonl"
 _LONGEST_LINE = 1 << 26  # bytes
 _BEGINNINGS = (b'{"kind": "train", "step": ', b'{"kind": "eval", "step": ')
-_RENAMED = MappingProxyType({"loss": "nats_per_token"})  # since 0.1.0, runs of which may go on
+_RENAMED = MappingProxyType({"loss": "nats_per_token"})  # names of 0.1.0, whose runs may be resumed
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short by a kill is left out.
+    """The records of a metrics file, without a last line that a kill has cut short.
 
-    What release 0.1.0 called a training record's loss comes back under its present name.
+    A record of release 0.1.0 gets the present name of its loss.
     """
     return ({_RENAMED.get(name, name): value for name, value in record.items()} for record, _ in _records(path))
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each record, and the byte at which its line ends."""
+    """Each record, with the byte offset of its line's end."""
     end = 0
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
@@ -59,10 +59,10 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Cut the file back to what a run that is to go on from ``step`` has written by then.
+    """Cut the file back to the records that were written before the checkpoint of ``step``.
 
-    A step's training record precedes its checkpoint, its evaluation follows it: the evaluation at ``step`` is made
-    again on resuming, hence its record goes.
+    A step's training record precedes its checkpoint and its evaluation follows it. A resumed run repeats the evaluation
+    at ``step``, so that record is removed too.
     """
     if not path.exists():
         return
@@ -77,14 +77,14 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``, each at once, and tells ``trackers`` their numbers: each, and of a
-    list that of each MoE layer, has a name of its own.
+    """Appends each record to ``metrics.jsonl`` at once and gives its numbers to ``trackers``. A list, with a number per
+    MoE layer, becomes one named number per layer.
 
-    ValueError, of each record and sync: the file is no longer where readers look for it.
+    ValueError, in write and sync: the file was removed, moved or replaced.
     """
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
-        # Unbuffered: what a full disk has refused is not written again, after a part of it, when the file closes.
+        # Unbuffered: otherwise close would write again what a full disk has refused, after a part of it.
         self._path = run_dir / METRICS_FILE
         self._file = open(self._path, "ab", buffering=0, opener=never_a_link)  # noqa: SIM115
         self._trackers = trackers
@@ -103,7 +103,7 @@ class MetricsWriter:
         os.fsync(self._file.fileno())
 
     def _require_place(self) -> None:
-        """The file stays open when its folder goes, and takes records that nobody will find."""
+        """ValueError: the file was removed, moved or replaced. The open file would take records that nobody finds."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
                 return
@@ -119,7 +119,7 @@ class MetricsWriter:
 
 
 def _numbers(kind: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Each number of a record and of its lists, by a name of its own; a table (layers x experts) is none."""
+    """Each number of a record and of its lists, with its own name; tables (layers x experts) are left out."""
     for name, value in record.items():
         values = {f"/{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {"": value}
         for suffix, each in values.items():

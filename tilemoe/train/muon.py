@@ -1,6 +1,6 @@
 """Muon for weight matrices, single or stacked by experts, and AdamW for all other parameters, in one optimiser.
 
-B matrices of a stack · m, n rows and columns of a matrix · m', n' of the part of it that is in this process
+B matrices of a stack · m, n rows and columns of a matrix · m', n' rows and columns of this process' shard of it
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.runtime.random import local_of
 from tilemoe.train.config import OptimConfig
 
-_EPS = 1e-7  # the least norm that is divided by, as torch.optim.Muon's
-_LARGEST_STACK = 1 << 26  # elements of matrices that are sent and orthogonalised together
+_EPS = 1e-7  # lower bound of the norm in the division, as in torch.optim.Muon
+_LARGEST_STACK = 1 << 26  # most elements of matrices that are sent and orthogonalised together
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """(B, m, n) -> (B, m, n) in bf16: about U V^T of each matrix U S V^T, its singular values near 1.
+    """(B, m, n) -> (B, m, n) in bf16: approximately U V^T of each matrix U S V^T, with singular values near 1.
 
     x / |x|_F, then ``steps`` times ``x <- a x + (b x x^T + c (x x^T)^2) x`` (Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon), on the transpose where m > n, whose products are smaller. The products
-    are in bf16; in fp32 on a CPU without bf16.
+    https://kellerjordan.github.io/posts/muon), on the transpose if m > n, because its GEMMs are smaller. GEMMs are in
+    bf16, or in fp32 on a CPU without bf16.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if is_tall else matrices).bfloat16()
     if not has_fast_gemm(x.device.type, x.dtype):
         x = x.float()
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)  # not in place: x may be a state
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)  # not in place: x may be the momentum
     for _ in range(steps):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -43,9 +43,9 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
 
 
 def muon_group(parameters: Sequence[Tensor], config: OptimConfig, gate_up: Sequence[str | None] = ()) -> dict[str, Any]:
-    """Parameters (m, n) or (B, m, n) that `MuonWithAdamW` updates by Muon.
+    """The parameter group, (m, n) or (B, m, n) each, that `MuonWithAdamW` updates by Muon.
 
-    gate_up: of each, the order of its rows, "concatenated" or "interleaved", if they are two matrices, gate and up.
+    gate_up: per parameter, the order of its rows if it holds gate and up: "concatenated" or "interleaved"; else None.
     """
     assert all(parameter.ndim in (2, 3) for parameter in parameters), [p.shape for p in parameters]
     return {
@@ -59,7 +59,7 @@ def muon_group(parameters: Sequence[Tensor], config: OptimConfig, gate_up: Seque
 
 
 def adamw_group(parameters: Sequence[Tensor], config: OptimConfig, weight_decay: float) -> dict[str, Any]:
-    """Parameters that ``torch.optim.AdamW`` updates, or `MuonWithAdamW` as it does."""
+    """The parameter group for AdamW, in ``torch.optim.AdamW`` or in `MuonWithAdamW`."""
     return {
         "params": parameters,
         "algorithm": "adamw",
@@ -67,25 +67,25 @@ def adamw_group(parameters: Sequence[Tensor], config: OptimConfig, weight_decay:
         "weight_decay": weight_decay,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
-        "fused": True,  # read by PyTorch, which then keeps the number of steps in fp32 on the parameter's device
+        "fused": True,  # PyTorch then keeps the step count in fp32 on the parameter's device
     }
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon on the groups of `muon_group`, AdamW on those of `adamw_group`.
 
-    Of a matrix W (m, n) with gradient G, running mean M, momentum mu, learning rate lr and weight decay wd, as
-    ``torch.optim.Muon``, whose updates these are:
+    The update of a matrix W (m, n) with gradient G, running mean M, momentum mu, learning rate lr and weight decay wd
+    is that of ``torch.optim.Muon``:
 
     * ``M <- mu M + (1 - mu) G`` and ``U = mu M + (1 - mu) G`` (nesterov) or ``M``;
-    * ``W <- (1 - lr wd) W - lr r(m, n) newton_schulz(U)``, where r is what ``adjust_lr_fn`` names: original
-      ``sqrt(max(1, m/n))``, match_rms_adamw ``0.2 sqrt(max(m, n))`` (arXiv 2502.16982, equation 4).
+    * ``W <- (1 - lr wd) W - lr r(m, n) newton_schulz(U)``, where ``adjust_lr_fn`` selects r: original is
+      ``sqrt(max(1, m/n))``, match_rms_adamw is ``0.2 sqrt(max(m, n))`` (arXiv 2502.16982, equation 4).
 
-    A stack (B, m, n) is B such matrices; a matrix of gate and up is two of m/2 rows, each with its own r. Where
-    processes share matrices by rows or columns, each process is sent some of them, in bf16, those of one shape
-    together; a stack that is divided by whole matrices stays where it is.
+    A stack (B, m, n) is B such matrices; a matrix of gate and up is two with m/2 rows, each with its own r. If matrices
+    are sharded by rows or columns, they are redistributed in bf16, all of one shape together, so that each process gets
+    some whole matrices. A stack that is sharded by whole matrices stays where it is.
 
-    State by parameter, shared as it is: ``momentum_buffer``, of AdamW ``exp_avg``, ``exp_avg_sq`` and ``step``.
+    State per parameter, sharded like it: ``momentum_buffer``; for AdamW ``exp_avg``, ``exp_avg_sq`` and ``step``.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -93,7 +93,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; processes that share parameters all call it."""
+        """Update every parameter that has a gradient; all processes that share parameters must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,7 +107,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, parameters: list[Tensor], gate_up: str | None, group: dict[str, Any]) -> None:
-        """Of matrices of one shape, or of one stack."""
+        """Update matrices of one shape, or one stack."""
         updates = [self._update(parameter, group) for parameter in parameters]
         is_stack = parameters[0].ndim == 3
         part = _orthogonalise(updates[0] if is_stack else torch.stack(updates), parameters[0], gate_up, group)
@@ -119,7 +119,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             local.add_(direction, alpha=-group["lr"] * ratio)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum moved on; returns this process' part of U in bf16, which is what would be made of it anyway."""
+        """Update the momentum; returns this process' shard of U in bf16, to which `newton_schulz` casts it anyway."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
@@ -154,8 +154,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _stacks(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], str | None]]:
-    """Of those with a gradient: matrices of one shape and order of rows that are shared alike, few enough to be whole
-    at once; each stack of experts by itself.
+    """Batches of parameters that have a gradient, with their ``gate_up``: matrices of one shape and sharding, at most
+    `_LARGEST_STACK` elements together; each stack of experts alone.
     """
     alike: dict[tuple[Hashable, str | None], list[Tensor]] = {}
     for parameter, gate_up in zip(group["params"], group["gate_up"], strict=True):
@@ -171,8 +171,8 @@ def _stacks(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], str | None]]:
 
 
 def _orthogonalise(part: Tensor, parameter: Tensor, gate_up: str | None, group: dict[str, Any]) -> Tensor:
-    """``part`` (B, m', n') of matrices U -> the same part of `newton_schulz` of them; ``parameter``, itself such a
-    stack or one of its matrices, says how processes share it.
+    """This process' shard ``part`` (B, m', n') of matrices U -> the same shard of `newton_schulz` of U. ``parameter``,
+    the stack or one of its matrices, has the placements.
     """
 
     def compute(whole: Tensor) -> Tensor:
@@ -198,11 +198,11 @@ def _orthogonalise(part: Tensor, parameter: Tensor, gate_up: str | None, group: 
 
 
 def _whole_placements(divided: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements of a stack (B, m, n) at which each matrix is whole somewhere; ``divided`` if they are already.
+    """The placements of a stack (B, m, n) with which each matrix is whole in some process; maybe ``divided`` itself.
 
-    Processes that have parts of all matrices take some of the matrices each: a message to bring these together and one
-    to take the parts back are less than all matrices to all, and nothing is computed twice. Where the stack itself is
-    divided, too, by expert parallelism, the order of its parts would change, so there they gather their rows.
+    Processes with shards of all matrices each take some whole matrices. One all-to-all there and one back send less
+    than an all-gather of all matrices, and nothing is computed twice. If the stack itself is sharded too, by expert
+    parallelism, that would change the order of its shards, so rows are gathered instead.
     """
     by_rows = [placement for placement in divided if _dim(placement) > 0]
     is_divided = len(by_rows) > 1 or any(_dim(placement) == 0 for placement in divided)
@@ -211,13 +211,13 @@ def _whole_placements(divided: tuple[Placement, ...]) -> tuple[Placement, ...]:
 
 
 def _behind_stack(placement: Placement) -> Placement:
-    """The placement of a stack of matrices that have this one each."""
+    """The placement of a stack whose matrices each have ``placement``."""
     assert type(placement) in (Shard, Replicate), placement  # FSDP divides matrices in no other way
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
 def _dim(placement: Placement) -> int:
-    """The dimension that is divided; -1: none."""
+    """The sharded dimension; -1: none."""
     return getattr(placement, "dim", -1)
 
 

@@ -1,4 +1,4 @@
-"""The optimiser and its parameter groups, its state as named tensors, the learning rate as a function of the step."""
+"""The optimiser and its parameter groups; its state as named tensors; the learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from tilemoe.runtime.random import local_of, shared_as
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
-# Stacked per expert, so two-dimensional, yet biases all the same.
+# Biases, although b1 and b2 are two-dimensional: they are stacked by expert.
 _BIAS_NAMES = frozenset({"bias", "b1", "b2"})
 _ADAMW_MODULES = frozenset({"head", "router", "shared_gate"})
-# A moment in 8 bits, of a parameter of at least 4,096 elements, a multiple of 256: codes (its shape) uint8 and scale
-# (elements / 256) fp32, `value = table[code] * scale` of its block (arXiv 2110.02861). The table is torchao's.
+# An 8-bit moment of a parameter of at least 4,096 elements, a multiple of 256: codes (parameter's shape) uint8, scale
+# (elements / 256) fp32; `value = table[code] * scale` of its block (arXiv 2110.02861). The table is torchao's.
 PARTS, BLOCK, _LEAST = ("codes", "scale"), 256, 4096
 
 
 def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
     """Whether weight decay applies: to weight matrices (experts, router, attention, head) only.
 
-    Not to norms and biases, whose size carries meaning, and not to the embedding table: a token's row would shrink in
-    every step that the token does not occur in. A head tied to the table is the table.
+    Not to norms and biases, whose magnitude has a meaning, and not to the embedding table: a token's row would shrink
+    in every step without that token. A head tied to the table counts as the table.
     """
     return parameter.ndim >= 2 and name.rpartition(".")[2] not in _BIAS_NAMES and id(parameter) not in embeddings
 
 
 def is_for_muon(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
-    """Whether Muon updates it, where ``optim.name`` is muon: the weight matrices within the blocks.
+    """Whether Muon updates ``parameter`` if ``optim.name`` is muon: it does for weight matrices in the blocks.
 
-    Not what AdamW is better for: the embedding table and the head, whose rows are tokens, the router and the shared
-    expert's gate, whose rows are independent scores, norms and biases.
+    AdamW updates the rest: the embedding table and the head, whose rows are tokens; the router and the shared expert's
+    gate, whose rows are independent scores; norms and biases.
     """
     return decays(name, parameter, embeddings) and _ADAMW_MODULES.isdisjoint(name.split("."))
 
 
 def gate_up_orders(model: nn.Module) -> dict[int, str]:
-    """The order of the rows, by the parameter's id, where they are two matrices, gate and up."""
+    """The order of rows ("concatenated", "interleaved") of each parameter that holds gate and up, by its id."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
     layouts = [(each.w1, each.cfg) for each in experts] + [(each.w1, each.spec) for each in mlps]
@@ -56,7 +56,7 @@ def gate_up_orders(model: nn.Module) -> dict[int, str]:
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimiser that ``config.name`` names. AdamW, also in 8 bits: group 0 has weight decay, group 1 has none.
-    Muon: its matrices are group 0, followed by the two AdamW groups, of all other parameters.
+    Muon: group 0 has its matrices; the two AdamW groups follow, with all other parameters.
 
     ``fused`` is the fastest form on a CPU too (docs/lab/cpu.md).
     """
@@ -85,7 +85,7 @@ def require_torchao() -> None:
 
 
 def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW with moments of a byte, with torchao's arithmetic (the extra ``fp8``). ValueError: it is not installed."""
+    """AdamW with 8-bit moments, with torchao's arithmetic (extra ``fp8``). ValueError: torchao is not installed."""
     require_torchao()
     from torchao.optim import AdamW8bit
 
@@ -96,7 +96,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            """Instead of torchao's, which compiles its update for each shape, 5 s of a core each."""
+            """Replaces torchao's step, which compiles its update for each shape; each takes 5 s of a core."""
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -130,7 +130,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view for whose number of rows torch.compile does not compile again."""
+    """A view of ``shape`` whose number of rows is dynamic, so that torch.compile does not recompile for it."""
     view = tensor.view(shape)
     torch._dynamo.maybe_mark_dynamic(view, 0)
     return view
@@ -138,7 +138,7 @@ def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @cache
 def update_on(device_type: str) -> Callable[..., None]:
-    """torchao's AdamW of one weight, in place. A moment: codes (blocks, `BLOCK`), scales and table, or its values."""
+    """torchao's in-place AdamW for one weight. Each moment: [codes (blocks, `BLOCK`), scales, table] or [values]."""
     from torchao.optim.adam import single_param_adam
     from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 
@@ -155,7 +155,7 @@ def update_on(device_type: str) -> Callable[..., None]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """``lr`` in every group, of Muon's matrices times ``optim.muon.lr_scale``; in place where it is a tensor."""
+    """Set ``lr`` in every group, times ``optim.muon.lr_scale`` for Muon's; in place if the group has a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -164,8 +164,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``, of Muon's matrices
-    ``.momentum_buffer``; of a moment in 8 bits ``.exp_avg.codes`` and ``.exp_avg.scale``.
+    """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``; for Muon's matrices
+    ``.momentum_buffer``; for an 8-bit moment ``.exp_avg.codes`` and ``.exp_avg.scale``.
     """
     return {
         f"{name}.{key}{part}": tensor
@@ -176,19 +176,19 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def in_blocks(parameter: Tensor) -> bool:
-    """Whether its moments are of a byte: where it has 4,096 elements, and each process has whole blocks of it."""
+    """Whether its moments are stored in 8 bits: it has at least 4,096 elements, and each process has whole blocks."""
     if not isinstance(parameter, DTensor):
         return parameter.numel() >= _LEAST and parameter.numel() % BLOCK == 0
     sizes = parameter.device_mesh.shape
     shards = [(at, size) for at, size in zip(parameter.placements, sizes, strict=True) if not at.is_replicate()]
     processes = math.prod(size for _, size in shards)
-    # Of `Shard`, and of the strided one that FSDP2 makes beside another division.
+    # `dim` is that of `Shard`, or of the strided shard that FSDP2 makes beside another sharding.
     is_even = parameter.shape[0] % processes == 0 and all(getattr(at, "dim", None) == 0 for at, _ in shards)
     return parameter.numel() >= _LEAST and is_even and parameter.numel() % (processes * BLOCK) == 0
 
 
 def blocks_like(parameter: Tensor) -> Tensor:
-    """Memory for the scales of a moment that is `in_blocks`: shared as the parameter is, in the order of its rows."""
+    """Empty memory for the scales of a moment that is `in_blocks`; sharded like the parameter, in its row order."""
     local = local_of(parameter)
     return shared_as(parameter, torch.empty(local.numel() // BLOCK, device=local.device), parameter.numel() // BLOCK)
 
@@ -200,7 +200,7 @@ def _zeros8bit(like: Tensor, is_signed: bool) -> Any:
 
 
 def _parts_of(moment: Tensor) -> dict[str, Tensor]:
-    """Plain tensors by the end of their name: a moment of codes and scales in parts, any other whole, by ""."""
+    """The plain tensors of a moment by name suffix: ".codes" and ".scale" in 8 bits, else "" for the moment itself."""
     local: Any = local_of(moment)
     if not hasattr(local, "codes"):
         return {"": moment}
@@ -209,7 +209,7 @@ def _parts_of(moment: Tensor) -> dict[str, Tensor]:
 
 
 def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
-    """The inverse of `_parts_of`; ``name``: "exp_avg", whose codes have a sign, or "exp_avg_sq"."""
+    """The inverse of `_parts_of`; ``name``: "exp_avg", whose codes are signed, or "exp_avg_sq"."""
     if "" in parts:
         return parts[""]
     codes = local_of(parts[".codes"])
@@ -219,7 +219,7 @@ def _moment_of(name: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def split_name(full_name: str) -> tuple[str, str, str]:
-    """(parameter, key, part) of a name of `optimizer_tensors`; the part is "" or begins with a dot."""
+    """(parameter, key, part) of a name from `optimizer_tensors`; the part is "" or begins with a dot."""
     whole, _, last = full_name.rpartition(".")
     part = f".{last}" if last in PARTS else ""
     name, _, key = (whole if part else full_name).rpartition(".")
@@ -227,7 +227,7 @@ def split_name(full_name: str) -> tuple[str, str, str]:
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of ``optimizer_tensors``; hyper-parameters stay as the optimiser was made with.
+    """The inverse of ``optimizer_tensors``; hyper-parameters keep the values that the optimiser was made with.
 
     ValueError: there is state of a parameter that the model lacks.
     """
@@ -246,7 +246,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """The learning rate of optimiser step ``step`` of ``steps``, from 0 on; a resumed run needs no state of it.
+    """The learning rate of optimiser step ``step`` (from 0) of ``steps``; a resumed run needs no state for it.
 
     Linear warm-up over ``warmup_steps`` (the first step already learns), then ``config.schedule``:
 

@@ -1,4 +1,4 @@
-"""Checks before a corpus is read (which may take hours) or a step is made, so that a run fails early."""
+"""Checks before a corpus is read (which may take hours) or a step is trained, so that a run fails early."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tilemoe.train.trackers import TENSORBOARD_DIR, WANDB_DIR
 
 RESULT_FILE, PLOT_FILE = "result.json", "plot.png"
 _HEAD_BYTES = 200
-_BEGINNINGS = {  # of our files; metrics may be a first line cut short, which is looked at when it is read
+_BEGINNINGS = {  # of our files; metrics may be one line cut short, which is checked when it is read
     METRICS_FILE: rb'\{"kind": "(train", "step": \d+, "tokens": |eval", "step": \d+, "nats_per_token": )|[^\n]{,50}\Z',
     RESULT_FILE: rb'\{\n  "heldout_nats_per_byte": ',
-    # Of earlier releases, in which it is matplotlib's, it has 2 to 4 panels of 550 x 420 pixels.
+    # In earlier releases matplotlib wrote the plot, with 2 to 4 panels of 550 x 420 pixels.
     PLOT_FILE: rb"\x89PNG(.*Software\0tilemoe|.{12}\0\0(\x04L|\x06r|\x08\x98)\0\0\x01\xa4.*Software\0Matplotlib)",
     STATE_FILE: rb'\{"data_fingerprint":"',
 }
-_WEIGHT_BYTES = 4  # of a parameter in a checkpoint, fp32
-_STATE_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}  # and of its two moments; Muon's matrices have one
+_WEIGHT_BYTES = 4  # per parameter in a checkpoint: fp32
+_STATE_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}  # per parameter: two moments; Muon's matrices have one
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | None = None) -> None:
     """ValueError: a package is missing, the router could not learn, train.out_dir cannot be written or has no room for
-    a checkpoint, a new run's vocabulary is too small, or its train.sample_prompt too long for the model, as far as a
-    tokenizer can say that is not to be trained first. ``init_from``: the folder whose weights a new run starts from.
+    a checkpoint, a new run's vocabulary is too small, or its train.sample_prompt is too long for the model (checked
+    here unless the tokenizer must be trained first). ``init_from``: the folder whose weights a new run starts from.
     """
     if recipe.train.dense_precision == "fp8":
         require_torchao()
@@ -56,12 +56,12 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         recipe.model.moe.require_learnable_router()
     if is_new:
         _require_tokenizer(recipe, init_from)
-    if job.is_first:  # it alone writes there, or is the first to
+    if job.is_first:  # only rank 0 writes there, or it writes first
         _require_folder(recipe)
 
 
 def require_own(recipe: Recipe, step: int) -> None:
-    """ValueError: something in train.out_dir has a name that a run from ``step`` on writes, and is not ours."""
+    """ValueError: train.out_dir holds something that is not ours under a name that a run from ``step`` on writes."""
     run_dir, train = recipe.train.out_path, recipe.train
     newer = [path.name for path in list_checkpoints(run_dir, after=step)]
     plot = [PLOT_FILE] * train.plot
@@ -74,7 +74,7 @@ def require_own(recipe: Recipe, step: int) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file begins as ours do, a checkpoint is ours, or a folder is one to which new files are added."""
+    """Whether a file begins like ours, a checkpoint is ours, or a tracker's ``path`` is a folder."""
     if path.name in (TENSORBOARD_DIR, WANDB_DIR):
         return path.is_dir()
     if is_step_dir(path):
@@ -86,7 +86,7 @@ def _is_own(path: Path) -> bool:
 
 
 def require_prompt(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """ValueError: the model cannot continue train.sample_prompt, as it is to when all is trained."""
+    """ValueError: the model cannot continue train.sample_prompt, which it has to at the end of the run."""
     if recipe.train.sample_tokens:
         prompt_ids(tokenizer, recipe.train.sample_prompt, recipe.model.max_seq_len, "train.sample_prompt")
 
@@ -110,7 +110,7 @@ def _require_folder(recipe: Recipe) -> None:
 
 
 def _checkpoint_bytes(recipe: Recipe) -> int:
-    if isinstance(recipe.model, HFBase):  # whose base stays in its folder
+    if isinstance(recipe.model, HFBase):  # the base stays in its own folder
         adapters = make_adapted(recipe, torch.device("cpu"), torch.device("meta")).state_dict().values()
         return (_WEIGHT_BYTES + _STATE_BYTES[recipe.optim.name]) * sum(each.numel() for each in adapters)
     if recipe.lora is None:
@@ -122,14 +122,14 @@ def _checkpoint_bytes(recipe: Recipe) -> int:
 
 
 def _require_tokenizer(recipe: Recipe, init_from: Path | None) -> None:
-    """Of its vocabulary and of the prompt. A BPE that is yet to be trained may have as many ids as it is asked for."""
+    """Check vocabulary and prompt. A BPE that is not trained yet may get as many ids as ``bpe:N`` asks for."""
     spec, limit = recipe.data.tokenizer, recipe.model.vocab_size
     size = spec.removeprefix("bpe:")
     is_trained = size != spec and size.isdecimal()
     tokenizer = None if is_trained else load_tokenizer(spec)
     most = int(size) if tokenizer is None else tokenizer.vocab_size
     if most > limit:
-        if init_from is not None:  # whose embeddings are as wide as they are
+        if init_from is not None:  # its embeddings have a fixed size
             raise ValueError(
                 f"tokenizer {spec!r} has {most} ids, more than the {limit} of the model in {init_from}; resize the "
                 "model's embeddings, or give another --data.tokenizer"

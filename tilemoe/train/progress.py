@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a live bar on a terminal, plain lines elsewhere (logs, pipes); where time went."""
+"""What a run shows: a live bar on a terminal, plain lines elsewhere (logs, pipes); and the time of its phases."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class StepStats:
 
     step: int  # steps done, this one included
     tokens: int  # training tokens so far
-    nats_per_token: float  # the loss: cross-entropy
+    nats_per_token: float  # the cross-entropy loss
     aux_loss: float
     lr: float
     grad_norm: float
     expert_load: list[float]  # per MoE layer: tokens of the busiest expert / mean; empty for a dense model
-    expert_load_p95: list[float]  # per MoE layer: tokens that 95% of the experts do not exceed / mean
+    expert_load_p95: list[float]  # per MoE layer: 95th percentile of tokens per expert / mean
     dead_experts: list[float]  # per MoE layer: experts without a token in this step
-    dropped_pairs: list[float]  # per MoE layer: pairs that token rounding left out / pairs of top-K
-    added_pairs: list[float]  # per MoE layer: pairs that token rounding put in / pairs of top-K
-    tile_waste: list[float]  # per MoE layer: padding to whole tiles / rows
-    router_entropy: list[float]  # per MoE layer: of the router's probabilities / log of the experts, mean over tokens
-    rank_load: list[float]  # per MoE layer: rows of the busiest of the processes that share its experts / mean
+    dropped_pairs: list[float]  # per MoE layer: pairs that token rounding dropped / pairs of top-K
+    added_pairs: list[float]  # per MoE layer: pairs that token rounding added / pairs of top-K
+    tile_waste: list[float]  # per MoE layer: rows of padding to whole tiles / rows
+    router_entropy: list[float]  # per MoE layer: entropy of router probabilities / log(experts), mean over tokens
+    rank_load: list[float]  # per MoE layer: rows of the busiest process that shares its experts / mean
     _: KW_ONLY
     capacity: int | None = None  # the most rows of a layer that a process can have room for; None: any number
-    most_rows: int | None = None  # that one received, of all layers and micro-batches; None likewise
-    repeats: int = 0  # of this run so far, because rows did not fit
+    most_rows: int | None = None  # most rows that a process received, over layers and micro-batches; None likewise
+    repeats: int = 0  # repeats in this run so far, because rows did not fit
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a step, smoothed.
+    """The speed of training, smoothed over steps.
 
     tokens_per_second   of all processes together
-    processes           of the job, each with a GPU of its own where it trains on GPUs
-    mfu                 model FLOPs utilisation: the model's FLOP per token (`flops_per_token`: no work that is done
-                        twice) x tokens_per_second / processes / the GPU's stated dense rate; None where that is unknown
+    processes           of the job, each with its own GPU if it trains on GPUs
+    mfu                 model FLOPs utilisation: FLOP per token (`flops_per_token`: recomputation does not count)
+                        x tokens_per_second / processes / the GPU's dense peak; None if one of them is unknown
     """
 
     tokens_per_second: float
@@ -62,7 +62,7 @@ class Speed:
 
 
 def summary(stats: StepStats, speed: Speed) -> str:
-    """The numbers worth watching in one short line: of the experts the worst layer's load and the mean padding."""
+    """The most important numbers in one line: loss, speed, the worst layer's expert load, the mean padding."""
     text = f"loss {stats.nats_per_token:.4f} nats/token  {speed}"
     if stats.expert_load:
         waste = sum(stats.tile_waste) / len(stats.tile_waste)
@@ -82,17 +82,17 @@ def _thousands(value: float) -> str:
 
 
 class Phases:
-    """Seconds of a run's phases by one process' clock: each begins where the one before has ended."""
+    """Seconds of a run's phases in one process; each phase begins where the one before has ended."""
 
     def __init__(self, seconds_ago: float = 0.0) -> None:
-        """``seconds_ago``: when the first has begun."""
+        """``seconds_ago``: when the first phase began."""
         self.seconds: dict[str, float] = {}
         self._ended = time.perf_counter() - seconds_ago
 
     @classmethod
     def since_command(cls) -> Phases:
-        """From the start of this process, or of torchrun, which then is the first phase; from now where the system has
-        no /proc.
+        """Phases that begin with this process, or with torchrun, which then is the first phase. Without /proc they
+        begin now.
         """
         own, launcher = _age("self"), _age(os.getppid()) if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else 0.0
         phases = cls(own)
@@ -101,7 +101,7 @@ class Phases:
         return phases
 
     def end(self, name: str) -> float:
-        """The time since the last end, which it returns, was spent on ``name``, beside what was spent on it before."""
+        """Add the time since the last call to phase ``name``, and return that time in seconds."""
         now = time.perf_counter()
         lasted, self._ended = now - self._ended, now
         self.seconds[name] = self.seconds.get(name, 0.0) + lasted
@@ -116,7 +116,7 @@ class Phases:
 
 
 def _age(process: int | str) -> float:
-    """Seconds since a process was made; 0.0 where that is not known."""
+    """Seconds since a process was started; 0.0 where that is not known."""
     try:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # field 22: ticks since boot
     except OSError:
@@ -125,9 +125,9 @@ def _age(process: int | str) -> float:
 
 
 class Reporter:
-    """Where the loop tells what happens, with one line per ``log_every`` steps.
+    """Prints what happens in the loop, with one line per ``log_every`` steps.
 
-    stream: None: nowhere, as processes of a job that leave the word to rank 0.
+    stream: None: print nothing, as in a job's processes other than rank 0.
     """
 
     def __init__(self, stream: TextIO | None, log_every: int) -> None:
@@ -153,7 +153,7 @@ class TerminalReporter(Reporter):
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
-        self._bar = Progress(  # the bar is what gives way on a narrow terminal
+        self._bar = Progress(  # on a narrow terminal the bar shrinks first
             TextColumn("{task.description}"),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
@@ -180,7 +180,7 @@ class TerminalReporter(Reporter):
 
 
 def make_reporter(log_every: int, job: Job = ALONE) -> Reporter:
-    """The reporter that suits the present standard output and this process' part in the job."""
+    """The reporter for this standard output and this process' rank."""
     if job.is_first and sys.stdout.isatty():
         return TerminalReporter(sys.stdout)
     return Reporter(sys.stdout if job.is_first else None, log_every)

@@ -1,4 +1,4 @@
-"""Repeats work, with more room, where a process could not receive all rows for the experts that it shares."""
+"""Repeats work with more receive capacity if a process had no room for all rows that its experts were sent."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tilemoe.train.job.collective import values_of_processes
 from tilemoe.train.job.processes import Job
 
 T = TypeVar("T")
-_STEPS = 16  # that say what the next will need
+_STEPS = 16  # number of recent steps that predict what the next will need
 
 
 class Room:
-    """What the processes that share a model's experts have room for, which all processes of the job ask together.
+    """The receive capacity of processes that share a model's experts; all processes of the job must use it together.
 
-    Where there is room for any number of rows (`tilemoe.dispatch.base.Capacity`), work is done once and nothing waits.
+    Without a limit on rows (see `tilemoe.dispatch.base.Capacity`), work runs once and nothing waits.
 
-    ``say`` is told what was repeated, ``repeats`` how often.
+    ``say`` gets a line for each repeat, and ``repeats`` counts them.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, job: Job, say: Callable[[str], None]) -> None:
@@ -35,11 +35,11 @@ class Room:
 
     @property
     def rows(self) -> int | None:
-        """The most that a process can receive in a layer; None: any number."""
+        """The most rows that a process can receive in a layer; None: any number."""
         return None if self._capacity is None else self._capacity.rows
 
     def overflow(self) -> Tensor:
-        """(3,) fp64: rows and tokens that did not fit, and where, see `Capacity`."""
+        """(3,) fp64: rows and tokens that did not fit (0: all did), and the layer, see `Capacity`."""
         found = torch.zeros(3, device=self._device) if self._capacity is None else self._capacity.overflow()
         return found.double()
 
@@ -51,23 +51,22 @@ class Room:
         undo: Callable[[], None] = lambda: None,
         forwards: int = 1,
     ) -> T:
-        """The result of ``work`` when all rows fitted, as if it had been done once, with that room.
+        """The result of ``work`` once all rows fit, as if it had run only once, with enough room.
 
-        Each time ``work`` finds the same random numbers; whatever else it changes, ``undo`` restores. ``overflows``
-        takes from a result what `overflow` was in each process; None: it is read. ``forwards``: of the model, in it.
-
-        ValueError: the room that is needed cannot be had.
+        Every attempt starts with the same random numbers; ``undo`` must restore anything else that ``work`` changes.
+        ``overflows`` extracts each process' `overflow` from a result; None: it is all-gathered. ``forwards``: the
+        number of model forwards in ``work``. ValueError: there is no memory for the rows, or repeats do not help.
         """
         if self._capacity is None:
             return work()
         restore = _random_states(self._device)
-        for attempt in range(self._layers * forwards + 1):  # each time the first layer that had no room has it
+        for attempt in range(self._layers * forwards + 1):  # each repeat gives room to the first layer without it
             result = work()
             found = values_of_processes(self.overflow(), self._job) if overflows is None else overflows(result)
             if not any(map(any, found)):
                 return result
             self._grow([(round(rows), round(layer)) for rows, _, layer in found], what)
-            if attempt == 1:  # so there will be more layers that have learnt too little
+            if attempt == 1:  # other layers will have learnt too little as well
                 self._capacity.forget()
             restore()
             undo()
@@ -77,13 +76,13 @@ class Room:
         )
 
     def _grow(self, needed: list[tuple[int, int]], what: str) -> None:
-        """Room for the rows that this process' group needs, 0 if they fitted there. ``needed``: of each process, with
-        the layer.
+        """Make room for the rows that this process' group needs. ``needed``: (rows, layer) per process; rows is 0 if
+        all fitted.
         """
         capacity, (own, where) = self._capacity, needed[self._job.rank]
         assert capacity is not None, "else there was room"
         if not own:
-            capacity.check()  # it is not for rows
+            capacity.check()  # raises if tokens, not rows, did not fit
         else:
             try:
                 capacity.grow(own, where)
@@ -94,8 +93,8 @@ class Room:
         self.say(f"{what} is repeated: a process was to receive {most:,} rows in layer {layer}, and lacked room")
 
     def learn(self, rows: list[int], most: int) -> None:
-        """Between steps: each layer has room for what it has received lately. rows: the most that this process received
-        in a micro-batch, of each layer; most: that any of its group did, in any.
+        """Call it between steps: fits each layer's room to the rows of recent steps. rows: per layer, the most that
+        this process received in a micro-batch; most: the most that any of its group received in any layer.
         """
         self._recent.append((rows, most))
         if self._capacity is None or len(self._recent) < _STEPS:
@@ -110,7 +109,7 @@ class Room:
 
 
 def _random_states(device: torch.device) -> Callable[[], None]:
-    """Restores PyTorch's random numbers as they are now."""
+    """A function that restores PyTorch's random-number states of now."""
     host, gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""A whole training run: data, model and loop put together; resuming; what is left behind at the end."""
+"""A whole training run: sets up data, model and loop, resumes from a checkpoint, writes plot, sample and result."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from tilemoe.train.sample import continue_text
 from tilemoe.train.trackers import TensorBoard, Tracker, WandB
 
 Made = TypeVar("Made")
-_FIXED = ("data.", "optim.name ", "train.seed ")  # what a resumed run keeps
-_OF_A_STEP = ("data.batch_size ", "train.accumulation ")  # what it keeps unless a step has the same sequences
+_FIXED = ("data.", "optim.name ", "train.seed ")  # settings that a resumed run must keep
+_OF_A_STEP = ("data.batch_size ", "train.accumulation ")  # free if a step keeps its number of sequences
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
 _PACKAGE = Path(__file__).parents[1]
 
@@ -64,13 +64,13 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that a signal ended before its last step; ``number``: the signal's."""
+    """A run that a signal ended before its last step; ``number`` is the signal's number."""
 
     number: int
 
 
 def require_fresh(run_dir: Path) -> None:
-    """Raise ValueError if ``run_dir`` holds anything a new run would mix with."""
+    """Raise ValueError if ``run_dir`` holds anything: a new run needs an empty folder."""
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ValueError(
             f"train.out_dir {run_dir} is not empty; add --resume to go on in it, or choose another --train.out-dir"
@@ -81,8 +81,8 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
     """Raise unless ``recipe`` can go on from ``checkpoint``; returns the harmless differences, one line each.
 
     The model, its adapters, the data, their order and the optimiser must be the same. The length, the learning rate,
-    the precision and what is logged may change; so may batch_size and accumulation where a step of all ``processes``
-    keeps its number of sequences, for then it keeps the sequences themselves.
+    the precision and what is logged may change. batch_size and accumulation may change if a step of all ``processes``
+    keeps its number of sequences, because it then trains on the same sequences.
     """
     checkpoint.require_bytes()
     checkpoint.require_model(recipe.model)
@@ -95,7 +95,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
         for line in differences(ours[table], saved[table], f"{table}."):
             is_free = is_same_step if line.startswith(_OF_A_STEP) else not line.startswith(_FIXED)
             (free if is_free else fixed).append(line)
-    free += differences(ours["model"], saved["model"], "model.")  # of how experts compute: else it were another
+    free += differences(ours["model"], saved["model"], "model.")  # only how experts compute: the rest is checked above
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"
@@ -108,14 +108,14 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
 
 
 def _without_places(recipe: Recipe) -> dict[str, Any]:
-    """Its settings but for where text and a base are kept: the digest of the tokens tells what the text is."""
+    """``recipe``'s settings without the paths of text and base: the digest of the tokens identifies the text."""
     settings = to_dict(recipe)
     data, lora = settings["data"], settings["lora"]
     settings["model"].pop("folder", None)
     del data["cache_dir"], data["corpus"], data["undecodable"], data["longest_line"]
     data["sources"] = [float(source.rpartition("=")[2]) for source in data["sources"]]  # the weights
     if lora is not None:
-        del lora["base"], lora["base_dtype"]  # no step computes otherwise for it
+        del lora["base"], lora["base_dtype"]  # neither changes what a step computes
     return settings
 
 
@@ -127,18 +127,18 @@ def train(
     cache_dir: Path | None = None,
     phases: Phases | None = None,
 ) -> RunResult | Stopped:
-    """Run ``recipe``, from ``checkpoint`` on if given, to its end, or until SIGTERM or Ctrl-C stop and save it.
+    """Run ``recipe`` to its last step, or until SIGTERM or Ctrl-C: then save and stop. Resumes ``checkpoint`` if given.
 
-    ``init_from``: a folder whose weights a new run starts from, that of `adopt`, which gave the recipe its model.
-    ``cache_dir``: where token shards are made, if they have to be; then ``recipe.data.cache_dir`` is read alone.
-    ``phases``: is told what the time is spent on; result.json has it of each process.
+    ``init_from``: the folder whose weights a new run starts from; `adopt` took the recipe's model from it.
+    ``cache_dir``: where missing token shards are written; ``recipe.data.cache_dir`` is then only read.
+    ``phases``: records the seconds of each phase; result.json has those of every process.
 
-    The content of a checkpoint's tensors is compared to its manifest while they are read.
+    The tensor files of ``checkpoint`` are compared to its manifest while they are read.
 
-    All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
+    All processes of ``job`` must call it. They get the same result, but only rank 0 gets the plot.
 
-    ValueError: settings, data, checkpoint and job do not fit together, found before the model is built; or, later,
-        training cannot go on. One line that names what and the fix.
+    ValueError: settings, data, checkpoint and job do not fit together (found before the model is built), or training
+        cannot go on. One line that names the cause and the fix.
     """
     if recipe.lora is not None and checkpoint is None and init_from is None:
         raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")
@@ -153,16 +153,16 @@ def train(
     if isinstance(recipe.model, HFBase):
         recipe.model.require_there()
     require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
-    if job.is_first and run_dir.is_dir():  # said before a corpus is read
+    if job.is_first and run_dir.is_dir():  # fail before a corpus is read if another process owns it
         with _owned(run_dir):
             pass
     device = select_device(recipe.train.device, job)
-    choose_experts(device, torch.bfloat16)  # a self-test of kernels, where one is due, before this process takes memory
+    choose_experts(device, torch.bfloat16)  # runs the kernels' self-test, if due, before this process takes memory
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     seed_process(recipe.train.seed, job, 0)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.filterwarnings("ignore", message=r"precision='fp8'|attention's projections")  # `_fit` says both
+        warnings.filterwarnings("ignore", message=r"precision='fp8'|attention's projections")  # `_fit` reports both
         if recipe.train.deterministic:
             stack.enter_context(repeatable())
         try:
@@ -187,7 +187,7 @@ def train(
                 phases.end("folder" if checkpoint is None else "reading the checkpoint")
         except KeyboardInterrupt as interrupt:
             if not job.is_alone:
-                raise  # with its exit code torchrun ends the others, which would wait for this process
+                raise  # the exit code makes torchrun end the others, which would wait for this process
             reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
             return Stopped(*interrupt.args or (signal.SIGINT,))
         with stop_request() as stop_requested:
@@ -195,7 +195,7 @@ def train(
 
 
 def _with_digest_of(checkpoint: Checkpoint | None, recipe: Recipe) -> Recipe:
-    """``recipe`` with what ``checkpoint`` knows its base by, where a command that began the run is repeated."""
+    """``recipe`` with its base's SHA-256 from ``checkpoint`` if it has none, as when the first command is repeated."""
     base, known = recipe.model, None if checkpoint is None else checkpoint.state.recipe.model
     if not (isinstance(base, HFBase) and isinstance(known, HFBase)) or base.sha256:
         return recipe
@@ -203,9 +203,9 @@ def _with_digest_of(checkpoint: Checkpoint | None, recipe: Recipe) -> Recipe:
 
 
 def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None, job: Job) -> Recipe:
-    """With the digest of the base's files, which a checkpoint has already. All processes call it.
+    """``recipe`` with the digest of the base's files, which a resumed recipe already has. All processes must call it.
 
-    ValueError: they have changed, or differ between hosts.
+    ValueError: the files have changed, or differ between hosts.
     """
     entries_of = partial(entries_of_hosts, job=job)
     if checkpoint is None:
@@ -215,7 +215,7 @@ def _with_base(recipe: Recipe, base: HFBase, checkpoint: Checkpoint | None, job:
 
 
 def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> RunResult | Stopped:
-    """Train in the run's folder to the end, or until a signal stops and saves the run."""
+    """Train in the run's folder to the last step, or until a signal: then save and stop."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = _count(trainer.model)
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -244,7 +244,7 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
         return _finish(trainer, evaluation, parameters, reporter)
     except Exception as error:
         trainer.keep_save()
-        # Nobody reads the output any more; the steps done are kept, which one alone can see to.
+        # Nobody reads the output any more: save the steps done, which only a process without a job can do by itself.
         if isinstance(error, BrokenPipeError) and metrics is not None and job.is_alone:
             metrics.sync()
             trainer.save_if_needed()
@@ -255,7 +255,7 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
 
 
 def _trackers(trainer: Trainer, reporter: Reporter) -> list[Tracker]:
-    """Those that the recipe asks for and that are installed."""
+    """The trackers that the recipe asks for and that are installed."""
     recipe, run_dir, first_step = trainer.recipe, trainer.run_dir, trainer.step + 1
     found: list[Tracker | None] = []
     if recipe.train.tensorboard:
@@ -268,7 +268,7 @@ def _trackers(trainer: Trainer, reporter: Reporter) -> list[Tracker]:
 def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, cache_dir: Path | None) -> Prepared:
     """The token shards, checked against the checkpoint's data."""
     reporter.say(f"data: {recipe.data.named}, tokenizer {recipe.data.tokenizer}")
-    # The checkpoint's copy: the file that the recipe names may be gone.
+    # Use the checkpoint's copy of the tokenizer: the file that the recipe names may be gone.
     tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
     try:
         data = prepare_data(recipe.data, tokenizer, cache_dir)
@@ -296,12 +296,12 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
 def settings_of_process(
     recipe: Recipe, checkpoint: Checkpoint | None, init_from: Path | None, data: Prepared, device: torch.device
 ) -> dict[str, Any]:
-    """All that decides what this process computes and writes, and must be the same in all processes of a job."""
+    """Everything that decides what this process computes and writes; must be equal in all processes of a job."""
     return {
         "tilemoe": f"{tilemoe.__version__}, source {digest_of_sources(_PACKAGE)[:12]}",
         "torch": torch.__version__,
         "the kind of device": device.type,
-        **_without_places(recipe),  # each host may have its own
+        **_without_places(recipe),  # each host may have its own paths
         "the digest of data.corpus": data_fingerprint(data),
         "lora.base_dtype": None if recipe.lora is None else recipe.lora.base_dtype,
         "--init-from": None if init_from is None else str(init_from),
@@ -310,7 +310,7 @@ def settings_of_process(
 
 
 def _require_there(checkpoint: Checkpoint | None) -> None:
-    """ValueError: it was verified before this process owned the folder, and another one has dropped it."""
+    """ValueError: another process deleted ``checkpoint`` after it was verified and before this one owned the folder."""
     if checkpoint is not None and not checkpoint.path.exists():
         raise ValueError(
             f"train.out_dir {checkpoint.path.parent}: another process has trained in it and dropped "
@@ -320,7 +320,7 @@ def _require_there(checkpoint: Checkpoint | None) -> None:
 
 @contextlib.contextmanager
 def _owned(run_dir: Path) -> Iterator[None]:
-    """The run's folder, made if need be, for this process alone; what cannot be written there is a ValueError."""
+    """Make and lock ``run_dir`` for this process; within the block an OSError becomes a ValueError with the fix."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with owned_folder(run_dir):
@@ -329,7 +329,7 @@ def _owned(run_dir: Path) -> Iterator[None]:
         raise ValueError(
             f"train.out_dir {run_dir}: another process is training in it; wait, or choose another --train.out-dir"
         ) from error
-    except BrokenPipeError:  # of standard output, not of the folder
+    except BrokenPipeError:  # comes from standard output, not from the folder
         raise
     except OSError as error:
         raise ValueError(
@@ -339,7 +339,7 @@ def _owned(run_dir: Path) -> Iterator[None]:
 
 
 def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> None:
-    """Bring the run's folder and the trainer to the point where training goes on."""
+    """Load ``checkpoint`` into the trainer, and clear the run's folder of what is newer than it."""
     if checkpoint is None and list_checkpoints(run_dir):
         raise ValueError(
             f"train.out_dir {run_dir} holds checkpoints of a run, which may have begun meanwhile; run the command with "
@@ -358,19 +358,19 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
 
 
 def _count(model: nn.Module) -> int:
-    """Parameters; of weights stored in 4 bits the values, two in a byte of codes."""
+    """The number of parameters; a weight stored in 4 bits counts two values per byte of codes, and no scales."""
     stored = {name: 2 * name.endswith("_codes") for _, names in packed_weights(model).values() for name in names}
     return sum(stored.get(name, 1) * parameter.numel() for name, parameter in model.named_parameters())
 
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
-    """Plot and sample of a finished run, while its last checkpoint is written, and then result.json."""
+    """Make plot and sample while the last checkpoint is written; write result.json after it, and again at the end."""
     recipe, run_dir, phases = trainer.recipe, trainer.run_dir, trainer.phases
     plot, sample = None, None
 
     def make_result() -> Callable[[], None]:
         if trainer.job.is_first:
-            require_own(recipe, trainer.step)  # what came since the first step
+            require_own(recipe, trainer.step)  # other people's files may have come since the first step
         of_processes = objects_of_processes(phases.rounded(), trainer.job)
         result = _result(trainer, evaluation, parameters) | {"phases": of_processes}
 
@@ -379,7 +379,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
 
         return write if trainer.job.is_first else lambda: None
 
-    trainer.when_saved(make_result())  # whatever fails after this
+    trainer.when_saved(make_result())  # even if something below fails
     if trainer.job.is_first and recipe.train.plot:
         make = partial(_unless_it_fails, lambda: draw(run_dir, recipe.name), "plot", reporter)
         plot = _if_installed(make, "plot", "plot", reporter)
@@ -400,7 +400,7 @@ def draw(run_dir: Path, title: str) -> Path:
 
 
 def _unless_it_fails(make: Callable[[], Made], what: str, reporter: Reporter) -> Made | None:
-    """What ``make`` makes; a run that is done does not fail for its sake."""
+    """The result of ``make``; None if it fails, which is reported: a finished run does not fail for it."""
     try:
         return make()
     except (OSError, ValueError) as error:
@@ -409,10 +409,10 @@ def _unless_it_fails(make: Callable[[], Made], what: str, reporter: Reporter) ->
 
 
 def _sample(trainer: Trainer) -> str:
-    """The prompt, continued; all processes of a job compute it."""
+    """The continued prompt; all processes of a job must call it."""
     settings = trainer.recipe.train
     lora = trainer.recipe.lora
-    # Autocast multiplies matrices in bf16 by what comes of embeddings in fp32.
+    # Embeddings are in fp32 and frozen matrices in bf16: without autocast their product would fail.
     is_mixed = lora is not None and lora.storage == "dense" and lora.base_dtype == "bfloat16"
     with trainer.autocast() if is_mixed else contextlib.nullcontext():
         return continue_text(
@@ -449,7 +449,7 @@ def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[s
 
 
 def _if_installed(make: Callable[[], Made], what: str, extra: str, reporter: Reporter) -> Made | None:
-    """What ``make`` makes, unless a package that it needs is missing."""
+    """The result of ``make``; None if a package that it needs is missing, which is reported."""
     try:
         return make()
     except ImportError:

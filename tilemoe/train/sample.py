@@ -1,4 +1,4 @@
-"""Text from a model: a prompt, continued."""
+"""Text from a model: it continues a prompt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilemoe.models.generate import generate
 
 
 class Continuation(NamedTuple):
-    """A prompt and what follows it.
+    """A prompt and its continuation.
 
-    ``new_tokens``: how many were sampled before the end. ``is_cut``: the model's context was full before the end, and
-    before there were as many as were asked for.
+    ``new_tokens``: tokens sampled before an end token. ``is_cut``: the model's context was full before an end token and
+    before the requested number of tokens.
     """
 
     text: str
@@ -40,8 +40,8 @@ def continue_text(
 ) -> Continuation:
     """``prompt`` and up to ``max_new_tokens`` sampled tokens after it, up to the first of `Tokenizer.end_ids`.
 
-    With ``chat`` the prompt is a user's turn, and the text the answer alone. Stops early where
-    ``model.config.max_seq_len`` is full. The same seed gives the same text on the same device.
+    With ``chat`` the prompt is a user's turn, and the text is the answer alone. Stops early if
+    ``model.config.max_seq_len`` is reached. The same seed gives the same text on the same device.
 
     ValueError: the prompt is empty, or fills the model's context.
     """
@@ -57,7 +57,7 @@ def continue_text(
         temperature=temperature,
         top_k=top_k,
         generator=generator,
-        num_ids=tokenizer.vocab_size,  # what a vocabulary is padded with has no text
+        num_ids=tokenizer.vocab_size,  # padding ids of the vocabulary have no text
     )
     new = tokens[0, len(ids) :].tolist()
     end = next((place for place, token in enumerate(new) if token in ends), len(new))
@@ -66,9 +66,9 @@ def continue_text(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, max_seq_len: int, name: str) -> list[int]:
-    """The tokens of a prompt after which there is room for one more; ValueError, naming ``name``, if there is none.
+    """The ids of ``prompt``. ValueError, with ``name``: it is empty, or the context has no room for one more token.
 
-    Of a text in which the tokenizer sees nothing, as some do in spaces, the separator, with which a document begins.
+    If the tokenizer finds no token in a text (spaces, for some), the ids are the separator, which begins a document.
     """
     if not clean_text(prompt):
         raise ValueError(f"{name}: it has no tokens; give some text to continue")

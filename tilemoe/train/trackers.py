@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside metrics.jsonl: TensorBoard (tilemoe[log]) and Weights & Biases (tilemoe[wandb])."""
+"""Trackers of a run's numbers beside metrics.jsonl: TensorBoard (tilemoe[log]), Weights & Biases (tilemoe[wandb])."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tilemoe.train.config import Recipe
 
 TENSORBOARD_DIR, WANDB_DIR = "tensorboard", "wandb"
 _PROJECT = "tilemoe"
-_WANDB_ID = "run-id.txt"  # in W&B's folder: under which the run goes on there
+_WANDB_ID = "run-id.txt"  # in W&B's folder: the id under which a resumed run continues
 
 
 class Tracker(Protocol):
-    """Takes numbers by name, of steps that never decrease but where a run goes on from an older checkpoint."""
+    """Takes numbers by name. Steps never decrease, unless a run resumes from an older checkpoint."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...
 
@@ -48,7 +48,7 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases, with the recipe as its configuration, in project "tilemoe" or ``$WANDB_PROJECT``.
 
-    A run that is resumed goes on there; of steps that it repeats W&B keeps the first numbers.
+    A resumed run continues there; for steps that it repeats, W&B keeps the first numbers.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -59,7 +59,7 @@ class WandB:
         import wandb
 
         id_file = run_dir / WANDB_DIR / _WANDB_ID
-        id_file.parent.mkdir(exist_ok=True)  # else it would take another folder
+        id_file.parent.mkdir(exist_ok=True)  # else wandb uses another folder
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", _PROJECT),

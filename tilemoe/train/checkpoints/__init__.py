@@ -1,1 +1,1 @@
-"""A run on disk: written whole or not at all, by one process or by all."""
+"""A run's checkpoints on disk: written completely or not at all, by one process or by all processes of a job."""

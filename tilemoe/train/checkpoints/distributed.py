@@ -1,7 +1,7 @@
-"""Checkpoints that all processes of a job write together, and any number of processes reads.
+"""Checkpoints that all processes of a job write together, and that any number of processes can read.
 
-The folder is that of `tilemoe.train.checkpoints.folder`, which all processes see, but for the tensors: they are in
-torch.distributed.checkpoint's files, ``.metadata`` and up to 8 ``__<rank>_*.distcp`` of each process.
+The folder is on a file system that all processes share, and is that of `tilemoe.train.checkpoints.folder` except for
+tensors: these are in torch.distributed.checkpoint's ``.metadata`` and up to 8 ``__<rank>_*.distcp`` per process.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
 
 class JobSaver(Saver):
-    """As `Saver`, of all processes of a job, which make one together; a collective of theirs takes ``timeout`` seconds
-    at most.
+    """`Saver` of a job: all processes must make one and write together. ``timeout``: seconds that a collective may
+    take.
     """
 
     def __init__(self, timeout: float) -> None:
-        super().__init__()  # a group of its own: the thread's collectives would mix with those of training
+        super().__init__()  # own group: the thread's collectives must not mix with those of training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def write(self, folder: Path, tensors: dict[str, Any]) -> tuple[Entries, Any]:
-        """Each process hashes what it wrote, and all wait until each sees its files, the first one those of all."""
+        """Each process hashes its own files, then waits until it sees them; rank 0 waits until it sees all files."""
         written = write_shared(folder, tensors, self._group)
         own = files_of_rank(folder, dist.get_rank())
         entries_of_ranks: list[Entries] = _of_each(lambda: file_entries(own), self._group)
         hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
         _require_seen(folder, hashed if self.is_first else entries_of_ranks[0], self._group)
-        if written.storage_data is None:  # PyTorch 2.11 tells places in its file alone
+        if written.storage_data is None:  # PyTorch 2.11 tells the places only in its file
             return hashed, read_pickled(folder / METADATA_FILE)
         return hashed, describe(written)
 
@@ -60,10 +60,10 @@ class JobSaver(Saver):
 
 @contextlib.contextmanager
 def verified(checkpoint: Checkpoint, job: Job) -> Iterator[None]:
-    """The block reads the tensors of ``checkpoint``, whose files the processes of ``job`` share out to compare them
-    meanwhile; for the last one all wait longer than for anything else.
+    """Verify ``checkpoint`` while the block reads its tensors: each process of ``job`` compares some of the files to
+    the manifest. Processes wait up to a day for the last one, longer than ``train.timeout``.
 
-    CheckpointError: in every process, where one finds a damaged file, or cannot use what it reads.
+    CheckpointError: in every process, if any process finds a damaged file or cannot use what it reads.
     """
     if job.is_alone:
         with checkpoint.compared():
@@ -77,22 +77,22 @@ def verified(checkpoint: Checkpoint, job: Job) -> Iterator[None]:
         problem = str(error)
     problems = [told for told in of_all_ranks(problem, patient) if told]
     dist.destroy_process_group(patient)
-    if problems:  # damage, where a process has found any, is why others cannot use what they read
+    if problems:  # name damage first: it is why other processes cannot use what they read
         raise CheckpointError(min(problems, key=lambda told: " is damaged: " not in told))
 
 
 def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
-    """Find out whether all processes, which all call it, see a file that rank 0 writes, and can write beside it.
+    """Check that every process sees a file that rank 0 writes, and can write beside it. All processes must call it.
 
     timeout: of the processes' collectives, in seconds.
 
     Raises:
-        ValueError: in all of them, where one does not; the message names it.
-        OSError: in rank 0, which cannot write there.
+        ValueError: in all processes, if one does not see it or cannot write; the message names that rank.
+        OSError: in rank 0, if it cannot write there.
     """
     if job.is_alone:
         return
-    folder, word = temporary_of(step_dir(run_dir, 0)), [secrets.token_hex(8)]  # a new name: no host remembers it
+    folder, word = temporary_of(step_dir(run_dir, 0)), [secrets.token_hex(8)]  # a new name, which no host has cached
     if job.is_first:
         clean_stale(run_dir)
         folder.mkdir(parents=True)
@@ -120,7 +120,7 @@ def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
 
 
 def _require_seen(folder: Path, entries: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """OSError in every process, where one does not see its ``entries`` of the manifest with their sizes in time."""
+    """OSError in every process, if one does not see the files of its manifest ``entries``, in full size, in time."""
 
     def unseen() -> str | None:
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
@@ -133,7 +133,7 @@ def _require_seen(folder: Path, entries: dict[str, Any], group: dist.ProcessGrou
 
 
 def _of_each(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What ``action`` gave in each process, by rank; OSError in all of them, whatever went wrong in one."""
+    """All-gather of ``action``'s result: a list by rank. OSError in all processes, whatever error one of them had."""
     given, problem, cause = None, "", None
     try:
         given = action()

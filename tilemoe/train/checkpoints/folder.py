@@ -4,13 +4,13 @@ A run's folder holds one folder per checkpoint::
 
     step_00001234/
         model.safetensors      weights and buffers
-        optimizer.safetensors  AdamW's moments, by parameter name; with adapters, theirs alone
+        optimizer.safetensors  the optimiser's state, by parameter name; with adapters, of the trained weights alone
         state.json             recipe, step, tokens, random-number states (hex), versions
-        tokenizer.json         unless the tokenizer is the plain bytes; tokenizer_config.json with its chat template
+        tokenizer.json         unless the tokenizer is the plain bytes; tokenizer_config.json holds its chat template
         manifest.json          size and SHA-256 of each file above, and of itself
 
 A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`.
-A checkpoint is written under a temporary name, synced, and renamed. No pickle is read.
+A checkpoint is written under a temporary name, synced and renamed. No pickle is ever executed.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from tilemoe.train.finite import find_non_finite
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
 FORMAT = 1
-_READ = frozenset(  # by their own names
+_READ = frozenset(  # files that are read by a fixed name
     {METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE}
 )
 _OF_TENSORS = (".safetensors", ".distcp")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, found, trusted or used; one line that names it and the fix."""
+    """A checkpoint cannot be written, found, trusted or used; one line names it and the fix."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class TrainState:
     recipe: Recipe
     step: int  # optimiser steps done
     tokens: int  # training tokens seen by all ranks together
-    seconds: float  # spent in training, over all sittings
+    seconds: float  # of training, summed over resumed runs
     data_fingerprint: str  # of the token shards it was trained on
-    processes: int = 1  # that shared a step's sequences; 0: not known
+    processes: int = 1  # number of processes that shared a step's sequences; 0: not known
 
 
 def publish(
@@ -93,7 +93,7 @@ def publish(
     """Complete a checkpoint whose tensors are written: sync its files and rename it to ``target``.
 
     hashed: manifest entries of files that are hashed already; all other files are hashed here.
-    tensors: where a job's are, for the manifest.
+    tensors: the places of a job's tensors, for the manifest.
     """
     temporary = temporary_of(target)
     (temporary / STATE_FILE).write_bytes(state)
@@ -104,24 +104,24 @@ def publish(
     (temporary / MANIFEST_FILE).write_bytes(manifest_of(entries, tensors))
     mode = (temporary / STATE_FILE).stat().st_mode
     for path in temporary.iterdir():
-        path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
+        path.chmod(mode)  # safetensors ignores the umask: only the owner could read
         fsync(path)
     fsync(temporary)
     rename_synced(temporary, target)
 
 
 def write_error(target: Path, error: BaseException | str) -> CheckpointError:
-    """The error for a checkpoint that could not be written; it names the last good one."""
+    """The error for a checkpoint that could not be written; it names the newest one that exists."""
     older = list_checkpoints(target.parent)
     kept = f"the last good one is {older[-1]}" if older else "there is no older one"
     return CheckpointError(f"could not write checkpoint {target} ({error}); {kept}; free space and resume")
 
 
 def drop_old(newest: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` last of our checkpoints up to ``newest``, each with the files that its manifest
+    """Delete our checkpoints up to ``newest`` except the last ``keep_last``: of each, the files that its manifest
     lists.
 
-    Links and folders that are not ours stay; so does, with a warning, a checkpoint in which something else is.
+    Links and folders that are not ours stay. A checkpoint that also holds something else stays, with a warning.
     """
     there = (path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest))
     ours = [(path, files) for path in there if (files := own_files(path))]
@@ -135,7 +135,7 @@ def drop_old(newest: Path, keep_last: int) -> None:
 
 
 def own_files(path: Path) -> list[str]:
-    """The files of a checkpoint of ours, by its manifest; empty where it is none, a link, or has a name not of ours."""
+    """The files that our checkpoint's manifest lists; empty if ``path`` is no such checkpoint, a link or renamed."""
     is_ours = not path.is_symlink() and path == step_dir(path.parent, step_of(path))
     try:
         return [] if not is_ours else [*_read_manifest(path)[0], MANIFEST_FILE]
@@ -144,13 +144,13 @@ def own_files(path: Path) -> list[str]:
 
 
 def _first_other(path: Path, files: list[str]) -> str | None:
-    """What is in a checkpoint's folder beside its ``files``."""
+    """The first name in a checkpoint's folder that is not one of its ``files``; None: there is no other."""
     others = (e.name for e in os.scandir(path) if e.name not in files or e.is_dir(follow_symlinks=False))
     return min(others, default=None)
 
 
 def set_aside(paths: Iterable[Path]) -> list[Path]:
-    """Rename checkpoints that a run resumed from an older step leaves behind; nothing is deleted."""
+    """Rename the checkpoints that are newer than the step a run resumes from; returns the new paths."""
     moved = []
     for path in paths:
         moved.append(aside_of(path))
@@ -179,10 +179,10 @@ def state_json(state: TrainState) -> bytes:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as `open_checkpoint` gives it: of the tensors' files the content is still to be `compared`.
+    """A checkpoint from `open_checkpoint`. The content of the tensors' files is not verified yet, see `compared`.
 
-    files: what the manifest says of each file that it lists; no other file of the folder is read.
-    tensors: where the manifest says a job's are; older ones' do not.
+    files: the manifest's entry of each file that it lists; no other file of the folder is read.
+    tensors: the places of a job's tensors in the manifest; None: an older manifest, which has none.
     """
 
     path: Path
@@ -199,19 +199,19 @@ class Checkpoint:
 
     @property
     def tokenizer_spec(self) -> str:
-        """What ``tilemoe.data.load_tokenizer`` makes the run's tokenizer from, without its corpus."""
+        """The ``spec`` from which ``tilemoe.data.load_tokenizer`` makes the run's tokenizer without its corpus."""
         is_saved = TOKENIZER_FILE in self.files
         return str(self.path / TOKENIZER_FILE) if is_saved else self.state.recipe.data.tokenizer
 
     def open_tensors(self) -> dict[str, StoredTensor]:
-        """Those that a job wrote, checked but not read. ValueError: the checkpoint says of them what cannot be."""
+        """The tensors that a job wrote, not read yet. ValueError: their description in the checkpoint is impossible."""
         placed = read_pickled(self.path / METADATA_FILE) if self.tensors is None else self.tensors
         return open_tensors(self.path, {name: entry["bytes"] for name, entry in self.files.items()}, placed)
 
     @contextlib.contextmanager
     def compared(self, share: slice = slice(None)) -> Iterator[None]:
-        """The block reads the tensors, while threads compare their files, or a ``share`` of these, to the manifest:
-        what it has read is good where this ends without an error. CheckpointError: one has changed.
+        """While the block reads the tensors, threads compare their files, or a ``share`` of them, to the manifest. What
+        the block has read is good if this ends without an error. CheckpointError: a file has changed.
         """
         names = sorted(name for name in self.files if name.endswith(_OF_TENSORS))[share]
         try:
@@ -227,9 +227,9 @@ class Checkpoint:
             yield self.open_tensors() if self.is_sharded else stack.enter_context(whole_tensors(*files))
 
     def require_model(self, config: ModelConfig | HFBase) -> None:
-        """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
+        """Raise unless this checkpoint's model is ``config``; the error names the first setting that differs.
 
-        How experts compute and save may: their weights are the same.
+        How experts compute and save may differ: their weights are the same.
         """
         ours, saved = _architecture(config), _architecture(self.state.recipe.model)
         difference = next(differences(ours, saved, "model."), None)
@@ -243,10 +243,10 @@ class Checkpoint:
         raise CheckpointError(f"checkpoint {self.path}: {name} is not finite; take an earlier checkpoint")
 
     def load_model(self, model: nn.Module) -> None:
-        """Copy the weights and buffers into ``model``, on any device; of one that is shared, this process' part.
+        """Copy weights and buffers into ``model``, on any device; of a sharded model, this process' shards.
 
-        Where the checkpoint's has no adapters, those of ``model`` stay as they are, and its experts may be stored in 4
-        bits. CheckpointError: as of `compared`, or a value is not finite.
+        If the checkpoint has no adapters, those of ``model`` keep their values, and its experts may be stored in 4
+        bits. CheckpointError: see `compared`, or a value is not finite.
         """
         is_plain = self.state.recipe.lora is None
         packed = packed_weights(model) if is_plain else {}
@@ -260,10 +260,10 @@ class Checkpoint:
             self.refuse_non_finite(name)
 
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Weights, optimiser state and torch's random-number generators, bit for bit; within `compared`.
+        """Restore weights, optimiser state and torch's random-number states, bit for bit; call it within `compared`.
 
-        Any number of processes can read what one process or a job has written. Random numbers are those of the same
-        rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
+        Any number of processes can read what one process or a job has written. A rank restores its own random-number
+        state; if none was saved for it, as where a job goes on from a single process, it keeps its present one.
         """
         with self._tensors() as held:
             read_training(held, model, optimizer)
@@ -274,15 +274,15 @@ class Checkpoint:
                 set_random("rng_cuda", [_rng_tensor(text) for text in self.rng_cuda], torch.cuda.set_rng_state_all)
 
     def require_bytes(self) -> None:
-        """CheckpointError where its model is of more parameters than its files can hold; before memory is taken."""
-        if isinstance(self.state.recipe.model, HFBase):  # of which its files hold the adapters alone
+        """CheckpointError if its model has more parameters than its files can hold; call it before taking memory."""
+        if isinstance(self.state.recipe.model, HFBase):  # its files hold the adapters alone
             return
         with self.readable():
             require_bytes(self.state.recipe.model, sum(entry["bytes"] for entry in self.files.values()), STATE_FILE)
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """What its files, which anybody can have written, say and cannot be is a CheckpointError that names it."""
+        """Within the block, errors from bad content of its files become a CheckpointError that names the checkpoint."""
         try:
             yield
         except (ValueError, SafetensorError, KeyError, TypeError) as error:
@@ -290,8 +290,8 @@ class Checkpoint:
 
 
 def _architecture(config: ModelConfig | HFBase) -> dict[str, Any]:
-    """What decides which weights there are, and what they mean: all but how the experts compute and save, and where a
-    base is.
+    """The settings that decide which weights there are and what they mean: all except how experts compute and save, and
+    the folder of a base.
     """
     if isinstance(config, HFBase):
         return to_dict(replace(config, folder="any"))
@@ -306,7 +306,7 @@ def _rng_tensor(text: str) -> torch.Tensor:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's state, and verify its folder but for the content of tensors (`Checkpoint.compared`).
+    """Read a checkpoint's state and verify its folder, except for the content of tensors (`Checkpoint.compared`).
 
     CheckpointError: a file is missing, cut short or changed; the message names it.
     """
@@ -337,13 +337,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
     if TOKENIZER_FILE not in files and recipe.data.tokenizer != BYTES:
         raise _damaged(path, f"{TOKENIZER_FILE} is not listed in {MANIFEST_FILE}")
-    processes = data.get("processes", 0)  # which releases up to 0.1.0 did not say
+    processes = data.get("processes", 0)  # releases up to 0.1.0 did not write it
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"], processes)
     return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], files, tensors)
 
 
 def _require_state(path: Path, data: Any) -> None:
-    """CheckpointError where state.json, which anybody can have written, lacks an entry or has one of another type."""
+    """CheckpointError if state.json, which anybody may have written, lacks an entry or has one of a wrong type."""
     types = {"format": int, "recipe": dict, "step": int, "tokens": int, "seconds": float, "data_fingerprint": str}
     types |= {"rng_cpu": str, "rng_cuda": list, "processes": int}
     found = {"processes": 0, **data} if isinstance(data, dict) else {}
@@ -358,8 +358,8 @@ def _require_state(path: Path, data: Any) -> None:
 
 
 def _read_manifest(path: Path) -> tuple[Entries, Any]:
-    """What a checkpoint's says of each file, and of a job's tensors; ValueError where one that it needs is not listed,
-    too.
+    """The manifest's entries of files, and its places of a job's tensors. ValueError: it cannot be read, or does not
+    list a file that the checkpoint needs.
     """
     manifest = read_manifest(path / MANIFEST_FILE)
     files: Entries = manifest["files"]
@@ -378,7 +378,7 @@ def _is_intact(path: Path) -> bool:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    """Never silently an older checkpoint, but the message names the newest good one."""
+    """The error for a damaged checkpoint. It names the newest intact older one, which is never loaded in its place."""
     if not path.exists():
         return CheckpointError(f"checkpoint {path} {GONE}")
     candidates = list_checkpoints(path.parent)
@@ -389,13 +389,13 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 
 def find_latest(run_dir: Path) -> Checkpoint | None:
-    """The run's newest checkpoint, None if the run has none; as `open_checkpoint`."""
+    """The run's newest checkpoint, opened by `open_checkpoint`; None: the run has none."""
     candidates = list_checkpoints(run_dir)
     return open_checkpoint(candidates[-1]) if candidates else None
 
 
 def resolve_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder, by `find_latest`'s rules."""
+    """The checkpoint in ``path``: a run's folder (its newest checkpoint, by `find_latest`) or a checkpoint's folder."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint: no folder {path}; give a run's folder or one of its step_* folders")
     if is_step_dir(path) or (path / MANIFEST_FILE).exists():

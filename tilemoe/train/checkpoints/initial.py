@@ -1,4 +1,4 @@
-"""A run that starts from a model that exists: its weights, architecture and tokenizer, and nothing else of it."""
+"""Start a run from an existing model: take its weights, architecture and tokenizer, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tilemoe.train.config import Recipe
 
 
 def adopt(recipe: Recipe, folder: Path) -> Recipe:
-    """``recipe`` with the architecture and the tokenizer of ``folder``: of transformers, or a checkpoint of ours.
+    """``recipe`` with the architecture and the tokenizer of ``folder``: transformers' folder, or a checkpoint of ours.
 
-    Its sequences are at most as long as the model's. With a base of transformers' own class, what a recipe says of our
-    blocks is left out, and documents are not packed if it cannot keep them apart.
+    seq_len is cut to the model's limit. With a base of transformers' own class, settings of our blocks (compile,
+    recompute) are dropped, and documents are not packed if the base would mix them.
     """
     if is_hf(folder):
-        require_settings(folder)  # of the weights `load_initial` compares the content
+        require_settings(folder)  # `load_initial` compares the weights' content
         model, spec = _read_config(folder), hf_tokenizer(folder)
     else:
         checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder))
@@ -48,31 +48,31 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _read_config(folder: Path) -> ModelConfig | HFBase:
-    """Of transformers' folder, the weights of which are looked at where `DecoderLM` is to hold them."""
+    """The config of transformers' folder; where it is a `DecoderLM`'s, the folder's weights must fit it."""
     if is_base(folder):
         return read_base(folder)
     model = read_config(folder)
     try:
         require_weights(folder, model)
     except ValueError:
-        with checked(folder):  # which names the file that has changed, if one has
+        with checked(folder):  # if a file has changed, this error names it instead
             raise
     return model
 
 
 @torch.no_grad()
 def load_initial(model: DecoderLM, folder: Path) -> None:
-    """Copy the weights into ``model``, which processes may share: then all call it, and each reads its part.
+    """Copy the weights of ``folder`` into ``model``. If processes share it, all must call this; each keeps its shards.
 
-    Of transformers' folder one parameter at a time is whole in memory. The selection biases of routers, which are not
-    in it, and adapters stay as they are.
+    From transformers' folder, one parameter at a time is whole in memory. Adapters, and selection biases of routers,
+    which are not in that folder, keep their values.
     """
     if not is_hf(folder):
         read_newest(folder, lambda: resolve_checkpoint(folder).load_model(model))
         return
     parameters, packed = model.state_dict(), packed_weights(model)
     with checked(folder):
-        # Put together and checked where the model is: a host took 24 s and more for four layers of Qwen3-30B-A3B.
+        # Assemble and check parameters on the model's device: a host took 24 s or more for 4 layers of Qwen3-30B-A3B.
         for name, whole in whole_parameters(folder, model.config, model.embed.weight.device):
             if name in packed:
                 packed[name][0].pack(name.rpartition(".")[2], whole)

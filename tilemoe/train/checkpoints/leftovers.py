@@ -1,7 +1,7 @@
-"""What is on its way to a checkpoint's name, or from it: folders by names that only we give, so that they may go.
+"""Folders of checkpoints that are being written or deleted. Only we give such names, so leftovers can be removed.
 
-``.tmp-step_*`` is being written, ``.trash-step_*`` deleted. Other people's folders may be called the same but for the
-digest of the rest, in which our names end (`tilemoe.files.own_name`).
+``.tmp-step_*`` is being written, ``.trash-step_*`` is being deleted. Our names end in a digest of the rest of the name,
+which tells them from other people's folders (`tilemoe.files.own_name`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def trash_of(target: Path) -> Path:
 
 
 def aside_of(target: Path) -> Path:
-    """A free name for a checkpoint's folder that is kept out of the run's way."""
+    """A free name, ``abandoned_step_*``, for a checkpoint's folder that is kept but no longer belongs to the run."""
     path, n = target.with_name(f"abandoned_{target.name}"), 1
     while os.path.lexists(path):
         path, n = target.with_name(f"abandoned_{target.name}.{n}"), n + 1
@@ -37,9 +37,9 @@ def aside_of(target: Path) -> Path:
 
 
 def make_temporary(target: Path) -> None:
-    """Make the folder `temporary_of`; what interrupted writes have left is removed.
+    """Make the folder `temporary_of`, and remove what interrupted writes have left.
 
-    OSError: as `clean_stale`, or it cannot be made, or ``target`` is there already.
+    OSError: see `clean_stale`, or the folder cannot be made, or ``target`` exists already.
     """
     if os.path.lexists(target):  # newer checkpoints were set aside before the run went on
         raise FileExistsError(errno.EEXIST, "something else has this checkpoint's name: move it away", str(target))
@@ -49,9 +49,9 @@ def make_temporary(target: Path) -> None:
 
 
 def delete_files(path: Path, names: Iterable[str]) -> None:
-    """Delete a checkpoint of these files; first it loses its name, so that a kill half-way leaves no half checkpoint.
+    """Delete a checkpoint's files ``names`` and its folder. It is renamed first, so a kill leaves no half checkpoint.
 
-    What else has come into the folder meanwhile stays, in ``abandoned_step_*``. OSError: it cannot be done.
+    If other files have come into the folder meanwhile, it stays, as ``abandoned_step_*``. OSError: it cannot be done.
     """
     trash = trash_of(path)
     os.rename(path, trash)
@@ -64,14 +64,14 @@ def delete_files(path: Path, names: Iterable[str]) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what a failed write has left, as far as that can be done."""
+    """Remove what a failed write has left; errors are ignored."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def clean_stale(run_dir: Path) -> None:
     """Remove what an interrupted write or deletion left behind.
 
-    FileExistsError: a file or a link has a name that a checkpoint needs; it is left as it is.
+    FileExistsError: a file or a link, which is not removed, has a name that a checkpoint needs.
     """
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         found = _NAME.fullmatch(path.name)

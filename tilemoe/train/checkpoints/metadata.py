@@ -1,12 +1,12 @@
-"""The tensors of a job's checkpoint, which lie in torch.distributed.checkpoint's files, without reading a pickle.
+"""Reads a job's tensors from torch.distributed.checkpoint's files without executing a pickle.
 
-Its own ``.metadata``, a pickle, is for other programs. Our manifest says of each tensor, by name::
+PyTorch's ``.metadata``, a pickle, is for other programs. Our manifest describes each tensor, by name::
 
     {"dtype": "float32", "shape": [4, 8], "chunks": [{"offsets": [0, 0], "sizes": [2, 8], "file": "__0_0.distcp",
      "offset": 0, "length": 1577}, ...]}
 
-At ``offset`` of ``file`` is an archive of ``length`` bytes, as torch.save writes it. Of that only the strides and the
-tensor's own bytes are read.
+At ``offset`` of ``file`` begins an archive of ``length`` bytes, as torch.save writes it. Only the tensor's strides and
+its bytes are taken from it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DTYPES = {
     )
 }  # fmt: skip
 _MOST_DIMENSIONS = 8
-_MOST_AROUND = 1 << 16  # bytes of an archive beside the tensor's: 1,517 with PyTorch 2.13
-_ENTRY, _STORAGE = b"PK\3\4", b"archive/data/0"  # how an entry of an archive begins; the name of the tensor's bytes
+_MOST_AROUND = 1 << 16  # bytes of an archive without the tensor's own: 1,517 with PyTorch 2.13
+_ENTRY, _STORAGE = b"PK\3\4", b"archive/data/0"  # an archive entry's first bytes; the name of the tensor's entry
 _NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 
 
@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 
 
 def describe(metadata: Metadata) -> dict[str, Any]:
-    """What the manifest says of tensors that torch has written."""
+    """The manifest's description of the tensors that torch has written."""
     told: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -67,7 +67,7 @@ def describe(metadata: Metadata) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a folder's files, of which any box can be read, or all, ``()``; as safetensors' slices."""
+    """A tensor in a folder's files; indexing reads any box of it, or with ``()`` all, like a slice of safetensors."""
 
     folder: Path
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class StoredTensor:
         return out
 
     def _read(self, chunk: Chunk) -> Tensor:
-        """ValueError: there is no such tensor in that place."""
+        """The tensor of ``chunk``. ValueError: there is no such tensor in that place."""
         where, rank = f"{chunk.file} at byte {chunk.offset}", len(chunk.sizes)
         tensor = torch.empty(math.prod(chunk.sizes), dtype=self.dtype)
         with open_regular(self.folder / chunk.file) as file:
@@ -103,9 +103,9 @@ class StoredTensor:
             into = tensor.view(torch.uint8).numpy().data
             if start + tensor.nbytes > chunk.length or file.readinto(into) != tensor.nbytes:
                 raise ValueError(f"{where} is cut short")
-        described = head[30 + sum(struct.unpack("<HH", head[26:30])) : named]  # which comes first, as a pickle
+        described = head[30 + sum(struct.unpack("<HH", head[26:30])) : named]  # data.pkl, the first entry
         numbers: list[Any] = [said for code, said, _ in pickletools.genops(described) if code.name in _NUMBERS]
-        strides = numbers[2 + rank :]  # after the storage's size, the place in it and the shape
+        strides = numbers[2 + rank :]  # after the storage's size, the offset in it and the shape
         last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
         if numbers[1 : 2 + rank] != [0, *chunk.sizes] or min(strides, default=0) < 0 or last >= tensor.numel():
             raise ValueError(f"{where} is another tensor")
@@ -117,9 +117,9 @@ def _box(lows: Any, highs: Any, origin: Any) -> tuple[slice, ...]:
 
 
 def open_tensors(folder: Path, bytes_of_file: Mapping[str, int], told: Any) -> dict[str, StoredTensor]:
-    """The tensors that a manifest tells of, ``told``, all in files that it lists with so many bytes.
+    """The tensors that a manifest describes in ``told``; all must lie in the files of ``bytes_of_file``, by size.
 
-    ValueError: it tells of what cannot be.
+    ValueError: the description is impossible.
     """
     try:
         tensors = {name: _checked(folder, name, entry, bytes_of_file) for name, entry in dict(told).items()}
@@ -133,7 +133,7 @@ def open_tensors(folder: Path, bytes_of_file: Mapping[str, int], told: Any) -> d
 
 
 def _checked(folder: Path, name: str, told: Any, bytes_of_file: Mapping[str, int]) -> StoredTensor:
-    """KeyError or TypeError: it is no description; ValueError: it is one of what cannot be."""
+    """The tensor that ``told`` describes. KeyError, TypeError: no description; ValueError: an impossible one."""
     dtype, shape = _DTYPES[told["dtype"]], _counts(told["shape"])
     chunks = [Chunk(**chunk) for chunk in told["chunks"]]
     for offsets, sizes, file, offset, length in chunks:
@@ -151,7 +151,7 @@ def _checked(folder: Path, name: str, told: Any, bytes_of_file: Mapping[str, int
 
 
 def _counts(told: Any) -> list[int]:
-    """TypeError: it is no list of some numbers, none below 0."""
+    """``told`` itself. TypeError: it is no list of at most 8 whole numbers, all at least 0."""
     is_short = type(told) is list and len(told) <= _MOST_DIMENSIONS
     if not is_short or not all(type(number) is int and 0 <= number < 1 << 63 for number in told):
         raise TypeError("no list of sizes")

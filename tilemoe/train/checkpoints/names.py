@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, and the recipe of one. Imports no torch."""
+"""The names of a run's checkpoints, and the recipe of one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilemoe.train.config import Recipe, parse_recipe
 Made = TypeVar("Made")
 STATE_FILE = "state.json"
 GONE = "is gone, as where a training drops its older ones; give a newer one, or try again when that has ended"
-_TRIES = 3  # to read a run whose checkpoints come and go
+_TRIES = 3  # attempts to read a run while it adds and drops checkpoints
 _STEP_DIR = re.compile(r"step_([0-9]{8,})")
 
 
@@ -28,7 +28,7 @@ def step_of(path: Path) -> int:
 
 
 def is_step_dir(path: Path) -> bool:
-    """Whether it is a checkpoint's folder, by its name."""
+    """Whether ``path`` has the name of a checkpoint's folder."""
     return _STEP_DIR.fullmatch(path.name) is not None
 
 
@@ -42,9 +42,8 @@ def list_checkpoints(run_dir: Path, after: int = -1) -> list[Path]:
 
 
 def read_newest(folder: Path, read: Callable[[], Made]) -> Made:
-    """``read()``, which reads ``folder``'s newest checkpoint; anew where a training has dropped that one meanwhile.
-
-    ValueError: as ``read``, or it is gone, or each of a few was dropped.
+    """The result of ``read``, which reads ``folder``'s newest checkpoint; tried again if training dropped that one
+    meanwhile. ValueError: ``read`` raised it, or the checkpoint was dropped in every attempt.
     """
     was_there = folder.exists()
     for _ in range(_TRIES):
@@ -61,7 +60,7 @@ def read_newest(folder: Path, read: Callable[[], Made]) -> Made:
 def read_recipe(folder: Path) -> Recipe:
     """The recipe of a run's newest checkpoint, or of a checkpoint's folder; the tensors are neither read nor verified.
 
-    ValueError: there is none.
+    ValueError: there is no recipe.
     """
     return read_newest(folder, lambda: _read_recipe(folder))
 

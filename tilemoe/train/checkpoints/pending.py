@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on, by a process alone or by all of a job."""
+"""Checkpoints that are written while training goes on, by a single process or by all processes of a job."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tilemoe.train.checkpoints.sharded_state import HostMemory, first_failure, t
 
 
 class Saver:
-    """How a process alone writes checkpoints, one at a time, from memory that is kept from one to the next."""
+    """How a single process writes checkpoints, one at a time, from host memory that is reused for the next one."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
 
     def write(self, folder: Path, tensors: dict[str, Any]) -> tuple[Entries, Any]:
-        """Returns the manifest's entries of files that are hashed already, and where a job's tensors are."""
+        """Write ``tensors``; returns manifest entries of files that are already hashed, and a job's tensor places."""
         write_whole(folder / MODEL_FILE, folder / OPTIMIZER_FILE, tensors)
         return {}, None
 
@@ -45,15 +45,15 @@ class Saver:
         return True
 
     def in_first(self, action: Callable[[], object]) -> None:
-        """Run ``action`` in the first process, while the others wait. OSError: in all of them, where it raises one."""
+        """Run ``action`` in rank 0, while the others wait. OSError: in all processes, if it fails there."""
         action()
 
 
 class PendingCheckpoint:
-    """A checkpoint that a thread writes and publishes while training goes on, from tensors that were copied when it was
-    made. Training waits for the copy alone, or for all where the host has no room for it: a core hashes 1.2 GB/s.
+    """A checkpoint that a thread writes and publishes while training goes on. Making it copies the tensors to the host,
+    and training waits for that copy only; if the host has no room, for the whole write (a core hashes 1.2 GB/s).
 
-    All processes make it, one at a time, and finish it. An interrupted one has no name; the next save drops it.
+    All processes of a job must make it, one at a time, and finish it. The next save removes an interrupted one.
 
     CheckpointError: the folder cannot be made.
     """
@@ -83,7 +83,7 @@ class PendingCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Whether it is published, or has failed, as far as this process knows, so that `finish` need not wait."""
+        """Whether the checkpoint is published or has failed, as far as this process knows: `finish` will not wait."""
         return self._done[0].done()
 
     def then(self, action: Callable[[], object]) -> None:
@@ -92,7 +92,7 @@ class PendingCheckpoint:
         self._done.append(self._thread.submit(lambda: (published.result(), action())))
 
     def finish(self) -> Path:
-        """Wait until it is published; a process that fails may call it alone.
+        """Wait until the checkpoint is published; a failing process may call this alone. Returns its path.
 
         CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
@@ -115,6 +115,6 @@ class PendingCheckpoint:
             if self._saver.is_first:
                 discard(self._temporary)
             told: BaseException | str = error
-            if isinstance(error, CheckpointException):  # the traceback of every process: the first's last line will do
+            if isinstance(error, CheckpointException):  # it holds every process' traceback
                 told = first_failure(error)
             raise write_error(self._target, told) from error

@@ -1,6 +1,6 @@
-"""The ``.metadata`` of a job's older checkpoint, a pickle, as plain values: what it names is not looked up or called.
+"""Parses ``.metadata`` of a job's older checkpoint, a pickle, into plain values; nothing is imported or called.
 
-Only the opcodes and names are understood with which torch.distributed.checkpoint writes where its tensors are.
+Only those opcodes and names are accepted with which torch.distributed.checkpoint describes its tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from tilemoe.checks import told
 from tilemoe.files import read_bytes
 
-_MOST_VALUES = 1 << 12  # at once on the stack, which gets 1,000 pairs at a time
-_MOST_FIELDS = 16  # of an object, and sides of a tensor: what is named once may stand in many places
+_MOST_VALUES = 1 << 12  # on the stack at once; pickle pushes up to 1,000 pairs at a time
+_MOST_FIELDS = 16  # of an object, and dimensions of a tensor: bounds the work, since memoised values can repeat
 _PLAIN = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
-_TAKEN = {  # how many values an opcode takes; 0: those since the last mark
+_TAKEN = {  # how many values an opcode takes off the stack; 0: all since the last mark
     "TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0,
     "STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2, "BUILD": 1,
 }  # fmt: skip
@@ -25,19 +25,19 @@ _CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 
 
 def read_pickled(path: Path) -> dict[str, Any]:
-    """What it tells of tensors, as our manifests do, unchecked (see `tilemoe.train.checkpoints.metadata`).
+    """The description of tensors in our manifests' form, unchecked (see `tilemoe.train.checkpoints.metadata`).
 
     ValueError: PyTorch writes no such file.
     """
     try:
         return _tensors(_value(read_bytes(path)))
-    except (ValueError, TypeError, AttributeError, LookupError) as error:  # what damaged bytes come to
+    except (ValueError, TypeError, AttributeError, LookupError) as error:  # damaged bytes raise any of these
         reason = told(error)[:200] if type(error) is ValueError else "it is none of a checkpoint"
         raise ValueError(f"{path} is refused: {reason}; use the checkpoint only if you know who made it") from error
 
 
 def _value(raw: bytes) -> Any:
-    """In lists: an object is its name and state, a function's result the name and arguments, a dict keys and values."""
+    """``raw`` as lists: an object is [name, state], a call's result [name, arguments], a dict [key, value, ...]."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []
@@ -88,7 +88,7 @@ def _tensors(value: Any) -> dict[str, Any]:
     _fields(metadata["storage_meta"], "StorageMeta")
     told: dict[str, Any] = {}
     chunk_at: dict[Any, dict[str, Any]] = {}
-    left = len(metadata["storage_data"]) // 2  # places, of which each chunk has one
+    left = len(metadata["storage_data"]) // 2  # places not used yet: each chunk has one
     for name, tensor in _pairs(metadata["state_dict_metadata"]):
         entry = _fields(tensor, "TensorStorageMetadata")
         dtype = entry["properties"][1][0].removeprefix("torch.")

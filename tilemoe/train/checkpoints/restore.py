@@ -1,4 +1,4 @@
-"""From a recipe or a checkpoint to a model on a device, with its tokenizer."""
+"""Builds the model of a recipe or a checkpoint on a device, and loads its tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tilemoe.train.job.processes import ALONE, Job
 
 
 def select_device(name: str, job: Job = ALONE) -> torch.device:
-    """``auto`` is a CUDA GPU if there is one, else the CPU; each process of a job on one machine has a GPU of its own.
+    """The device for ``name``; ``auto``: a CUDA GPU if there is one, else the CPU. Each process has its own GPU.
 
     ValueError: ``cuda`` without a usable GPU, or more processes than GPUs.
     """
@@ -56,8 +56,9 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
 
 
 def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of what stays as it is: fp32, as what is trained, or bf16, as autocast multiplies it: beside experts in 4 bit, of
-    transformers' own classes, and where ``lora.base_dtype`` says so.
+    """The dtype of frozen weights. bf16, in which autocast multiplies them anyway: beside 4-bit experts, in models of
+    transformers' own classes, and if ``lora.base_dtype`` says so. Else, under train.precision fp32 or without fast
+    bf16: fp32.
     """
     lora = recipe.lora
     is_narrow = lora is not None and (lora.storage != "dense" or lora.base_dtype == "bfloat16")
@@ -70,7 +71,7 @@ def frozen_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 def merged_dtype(recipe: Recipe) -> torch.dtype:
-    """Of weights with adapters merged into them: the base's, or fp32 where it is not known, or not all are in bf16."""
+    """The dtype of weights with merged adapters: the base's, or fp32 if it is not known or not bf16 throughout."""
     if isinstance(recipe.model, HFBase):
         return dtype_of(recipe.model)
     is_narrow = recipe.lora is not None and recipe.lora.base_dtype == "bfloat16"
@@ -84,10 +85,10 @@ def make_decoder(
     recompute: str | None = None,
     frozen: torch.dtype = torch.float32,
 ) -> DecoderLM:
-    """The recipe's model, with its adapters if it has them, and ``requires_grad`` set only on what trains, in fp32.
+    """The recipe's model with its adapters, if any. Trained weights are fp32, and only they have ``requires_grad``.
 
-    Its weights are memory as it was found. ``frozen``: the dtype of the others under adapters; beside dense experts of
-    matrices alone, so that what is computed in fp32 stays so. ``recompute``: see `DecoderLM`.
+    Its memory is not initialised. ``frozen``: the dtype of frozen weights under adapters; with dense experts it is that
+    of frozen matrices only, so that norms and routers still compute in fp32. ``recompute``: see `DecoderLM`.
     """
     lora = recipe.lora
     assert not isinstance(recipe.model, HFBase), "it were `make_adapted`'s"
@@ -109,10 +110,10 @@ def make_decoder(
 def make_adapted(
     recipe: Recipe, device: torch.device, home: torch.device, frozen: torch.dtype | None = None
 ) -> HFDecoder:
-    """The recipe's base of transformers' own class with its adapters, to compute on ``device``; it lies on ``home``, on
-    the meta device without being read. ``frozen``: its dtype, not that of a run.
+    """The recipe's base of transformers' own class with its adapters, to compute on ``device``. Its memory is on
+    ``home``; on the meta device it is not read. ``frozen``: the base's dtype; default: `frozen_dtype`.
 
-    ValueError: it is none that is served.
+    ValueError: the base is not supported.
     """
     base, lora = recipe.model, recipe.lora
     assert isinstance(base, HFBase), "else it were `make_decoder`'s"
@@ -131,7 +132,7 @@ def make_adapted(
 
 
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
-    """The recipe's model with its initial weights, the same on every device; the base of adapters is yet to be read."""
+    """The recipe's model with initial weights, equal on every device; `load_initial` fills a frozen `DecoderLM`."""
     if isinstance(recipe.model, HFBase):
         return make_adapted(recipe, device, device)
     model = _make_trained(recipe, device, device)
@@ -144,7 +145,7 @@ def build_model(recipe: Recipe, device: torch.device) -> DecoderLM | HFDecoder:
 
 
 def _draw_trained(model: DecoderLM, seed: int) -> None:
-    """Draw what trains as in a model that is drawn whole; frozen parameters have no memory meanwhile."""
+    """Draw the trained parameters, with the values they get if all are drawn; frozen ones are not touched."""
     owned = [(module, *each) for module in model.modules() for each in module.named_parameters(recurse=False)]
     held = [each for each in owned if not each[-1].requires_grad]
     for module, name, parameter in held:
@@ -155,10 +156,10 @@ def _draw_trained(model: DecoderLM, seed: int) -> None:
 
 
 def _make_trained(recipe: Recipe, device: torch.device, home: torch.device) -> DecoderLM:
-    """The recipe's model to be trained on ``device``; its memory is on ``home``, as it was found."""
+    """The recipe's model for training on ``device``; its memory is on ``home`` and not initialised."""
     frozen = frozen_dtype(recipe, device)
     model = make_decoder(recipe, device=home, recompute=recipe.train.recompute, frozen=frozen)
-    if recipe.train.dense_precision == "fp8":  # before it is compiled or sharded
+    if recipe.train.dense_precision == "fp8":  # before the model is compiled or sharded
         quantize_projections(model, device)
     return model
 
@@ -171,8 +172,8 @@ def compile_backend(recipe: Recipe) -> str | None:
 def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM | HFDecoder:
     """The model of `build_model`, with the same weights, sharded over the job's processes by ``recipe.parallel``.
 
-    No process ever holds more than its part, but of a base of transformers' own class, which each reads into its host's
-    memory, and of a layer's experts while they are stored in 4 bit. All of them must call it.
+    A process never holds more than its shards, with two exceptions: it reads all of a base of transformers' own class
+    into host memory, and one layer's experts while they are converted to 4 bits. All processes must call it.
     """
     if isinstance(recipe.model, HFBase):
         adapted = make_adapted(recipe, device, torch.device("cpu"))
@@ -195,9 +196,9 @@ class Restored:
 
 
 def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, Tokenizer]:
-    """The model, for evaluation, and the tokenizer of a checkpoint, as `restore`, or in fp32 of transformers' folder.
+    """Model, in eval mode, and tokenizer: of a checkpoint by `restore`, or of transformers' folder, in fp32.
 
-    ValueError: there is none, it is damaged, or it is of an architecture that `DecoderLM` does not have.
+    ValueError: there is no model, it is damaged, or `DecoderLM` does not have its architecture.
     """
     if not is_hf(path):
         restored = restore(path, device_name)
@@ -215,7 +216,7 @@ def restore_model(path: Path, device_name: str) -> tuple[DecoderLM | HFDecoder, 
 
 
 def autocast_of(model: nn.Module) -> AbstractContextManager[object]:
-    """Autocast for a restored model whose embeddings are in fp32 and frozen matrices in bf16 (``lora.base_dtype``)."""
+    """bf16 autocast, enabled if a restored model has fp32 embeddings and bf16 frozen matrices (``lora.base_dtype``)."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     is_mixed = isinstance(model, DecoderLM) and model.embed.weight.dtype == torch.float32 and torch.bfloat16 in dtypes
     return torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=is_mixed)
@@ -224,8 +225,8 @@ def autocast_of(model: nn.Module) -> AbstractContextManager[object]:
 def restore(path: Path, device_name: str, precision: str | None = None) -> Restored:
     """The model and the tokenizer of a run's newest checkpoint, or of one step's folder.
 
-    ``precision``: of frozen weights: "fp32", "merged" as `merged_dtype`; else the run's, as `frozen_dtype`.
-    CheckpointError: there is none, or it is damaged.
+    ``precision`` of frozen weights: "fp32"; "merged": `merged_dtype`; None: `frozen_dtype`, as in training.
+    CheckpointError: there is no checkpoint, or it is damaged.
     """
     return read_newest(path, lambda: _restore(path, device_name, precision))
 

@@ -1,7 +1,7 @@
-"""The tensors of a training run that processes share: each writes its pieces, and reads those that it wants.
+"""The tensors of a training run that processes share: each process writes its shards, and reads those that it needs.
 
-In torch.distributed.checkpoint's files their names are ``model.<name>``, ``optimizer.<parameter>.<key>`` and
-``rng_cpu.<rank>``, ``rng_cuda.<rank>``. What one process wrote in safetensors is read here, too.
+Their names in torch.distributed.checkpoint's files are ``model.<name>``, ``optimizer.<parameter>.<key>``,
+``rng_cpu.<rank>`` and ``rng_cuda.<rank>``. The safetensors files of a single process are written and read here too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from tilemoe.train.optim import (
     split_name,
 )
 
-_MOST_RANDOM_BYTES = 1 << 16  # torch's has 5,056 on a CPU
-_FILE_BYTES, _MOST_FILES = 1 << 28, 8  # of a process: bytes for which it begins another file
+_MOST_RANDOM_BYTES = 1 << 16  # torch's CPU state has 5,056
+_FILE_BYTES, _MOST_FILES = 1 << 28, 8  # per process; it writes one more file for each 256 MiB
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
 
 
@@ -55,10 +55,10 @@ def files_of_rank(folder: Path, rank: int) -> list[Path]:
 
 
 class HostMemory:
-    """Copies tensors, page-locked beside a GPU. It is kept for the next copy as long as the tensors live.
+    """Copies tensors to host memory, pinned if there is a GPU. The next copy reuses it while the tensors live.
 
-    Of 604 MB on a CPU the first copy takes .39 s, the others .10, each into new memory .29. PyTorch 2.11's own stager
-    of checkpoints empties itself after one copy and fails at the next.
+    For 604 MB on a CPU the first copy takes .39 s, a later one .10 s, and one into new memory .29 s. PyTorch 2.11's own
+    stager for checkpoints empties itself after one copy and fails at the next.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class HostMemory:
         self._copies, self._is_taken = StateDictStager(pin_memory=self._on_gpu, share_memory=False), False
 
     def copy(self, tensors: dict[str, Any]) -> dict[str, Any] | None:
-        """Those that share memory share it in the copy. None: the host has no room for it."""
+        """A copy of ``tensors``; those that share memory share it in the copy. None: the host has no room for it."""
         if not self._is_taken and sum(local_of(tensor).nbytes for tensor in tensors.values()) > _free_bytes():
             return None
         copied: dict[str, Any] = self._copies.stage(tensors, non_blocking=self._on_gpu)
@@ -77,7 +77,7 @@ class HostMemory:
 
 
 def _free_bytes() -> float:
-    """Of host memory for each process of this host; infinity where Linux does not say."""
+    """Free bytes of host memory for each process of this host; infinity where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         [free] = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
@@ -87,12 +87,12 @@ def _free_bytes() -> float:
 
 
 class _Writer(FileSystemWriter):
-    """Writes several files at once, which are then hashed at once, too: a thread serialises 1.4 GB/s, and a file
-    reaches the disk when it is whole. With torch's ``thread_count`` a thread's error is lost, and so are its tensors.
+    """Writes several files in parallel, so that they can be hashed in parallel too: one thread serialises 1.4 GB/s, and
+    a file reaches the disk when it is complete. torch's ``thread_count`` loses a failing thread's error and tensors.
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)  # else it waits for the GPU at each tensor
+        super().__init__(folder, per_thread_copy_ahead=0)  # else it waits for the GPU after each tensor
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         items = sorted(plan.items, key=_bytes_of)
@@ -116,8 +116,8 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that this process has to write, by the names in the files."""
-    state = model.state_dict()  # first: it brings parameters that FSDP has gathered back to their shards
+    """All tensors that this process has to write, by their names in the files."""
+    state = model.state_dict()  # first: this reshards parameters that FSDP has gathered
     tensors = {_MODEL + name: value for name, value in state.items()}
     tensors |= {_OPTIMIZER + name: value for name, value in optimizer_tensors(model, optimizer).items()}
     tensors[f"{_RNG_CPU}{_rank()}"] = torch.get_rng_state()
@@ -127,12 +127,12 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def write_shared(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> Any:
-    """Write those of all processes, which all call it; ``folder``, which all see, is empty. Gives torch's Metadata."""
+    """Write all processes' ``tensors`` to the empty shared ``folder``; all must call it. Returns torch's Metadata."""
     return save(tensors, storage_writer=_Writer(folder), process_group=group)
 
 
 def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any]) -> None:
-    """Write a process' alone; of weights that are tied the first by name, which the metadata says of the others."""
+    """Write a single process' tensors; of tied weights only the first by name, to which metadata maps the others."""
     weights = _under(_MODEL, tensors)
     first: dict[Any, str] = {}
     kept = {name: first.setdefault(weights[name].data_ptr() or name, name) for name in sorted(weights)}
@@ -143,32 +143,32 @@ def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any])
 
 @contextmanager
 def whole_tensors(model_file: Path, optimizer_file: Path) -> Iterator[dict[str, Any]]:
-    """What one process wrote, by the same names, as safetensors' slices."""
+    """The tensors that a single process wrote, by the same names, as slices of safetensors."""
     with safe_open(str(model_file), "pt") as model, safe_open(str(optimizer_file), "pt") as optimizer:
         files = {_MODEL: model, _OPTIMIZER: optimizer}
         yield {kind + name: file.get_slice(name) for kind, file in files.items() for name in file.keys()}  # noqa: SIM118
 
 
 def read_model(held: Mapping[str, Any], model: nn.Module, absent: Container[str] = ()) -> None:
-    """Weights and buffers but those that are ``absent``, whatever the mesh.
+    """Read the model's weights and buffers except ``absent`` ones, on any mesh.
 
-    held: slices by name, of a job (`tilemoe.train.checkpoints.metadata.StoredTensor`) or of `whole_tensors`.
+    held: slices by name, from a job (`tilemoe.train.checkpoints.metadata.StoredTensor`) or from `whole_tensors`.
 
-    ValueError: a tensor is missing, of another shape, or of none of the model.
+    ValueError: a tensor is missing, has another shape, or is not of the model.
     """
     parts = {name: part for name, part in _under(_MODEL, held).items() if name not in absent}
     _fill({name: t for name, t in model.state_dict().items() if name not in absent}, parts)
 
 
 def read_whole(held: Mapping[str, Any], name: str) -> Tensor:
-    """The weight ``name``. ValueError: it is missing."""
+    """The whole weight ``name``. ValueError: it is missing."""
     if _MODEL + name not in held:
         raise ValueError(f"the checkpoint and the model differ in {name}; use the settings it was trained with")
     return _part(held, _MODEL + name, torch.float32)
 
 
 def read_training(held: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Also the optimiser's state and, of a rank that was there when it was written, torch's random numbers."""
+    """`read_model`, and the optimiser's state and torch's random-number states, if ``held`` has this rank's."""
     read_model(held, model)
     of_optimizer, parameters = _under(_OPTIMIZER, held), dict(model.named_parameters())
     state = {name: _room(name, parameters, part.get_shape()) for name, part in of_optimizer.items()}
@@ -188,7 +188,7 @@ def _under(prefix: str, held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
-    """Go on with random numbers from ``state``. ValueError that names it where PyTorch does not take it for one."""
+    """Set the random-number ``state`` by ``setter``. ValueError, with ``name``: PyTorch refuses it."""
     try:
         setter(state)
     except RuntimeError as error:
@@ -196,10 +196,10 @@ def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
 
 
 def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-    """For a tensor of a parameter's state: a moment, sharded as its parameter is, or its codes and scales, or the
-    number of steps.
+    """Empty memory for one tensor of a parameter's optimiser state: a moment, sharded like the parameter, its codes or
+    scales, or the number of steps.
 
-    ValueError: there is no such parameter, or its state cannot have that shape; no memory is taken for it.
+    ValueError: there is no such parameter, or its state cannot have that shape; no memory is taken then.
     """
     of, _, part = split_name(name)
     parameter = parameters.get(of)
@@ -224,7 +224,7 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
 
 
 def first_failure(error: CheckpointException) -> str:
-    """One line of what may be the tracebacks of all processes."""
+    """The first failing rank and its error, in one line; ``error`` may hold the tracebacks of all processes."""
     rank, (failure, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {' '.join(str(failure).split())[:200]}"
 
@@ -235,7 +235,7 @@ def _rank() -> int:
 
 @torch.no_grad()
 def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
-    """ValueError: a tensor is missing, of another shape, or of no target. Of tied ones there may be one."""
+    """Copy ``held`` into ``targets``; of tied targets one is enough. ValueError: names or shapes do not match."""
     place_of = {name: local_of(target).data_ptr() for name, target in targets.items()}
     tied = {place for name, place in place_of.items() if name in held}
     wanted = {name: t for name, t in targets.items() if name in held or place_of[name] not in tied}
@@ -252,7 +252,7 @@ def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
 
 
 def _part(held: Mapping[str, Any], name: str, dtype: torch.dtype, box: tuple[slice, ...] = ()) -> Tensor:
-    """A box of a tensor, or all, of ``dtype`` or, where that is a float, of any float. ValueError: it is of none."""
+    """A box of a tensor, or all of it. ValueError: its dtype is not ``dtype``, and not both are floating point."""
     part: Tensor = held[name][box]
     if part.dtype != dtype and not (part.is_floating_point() and dtype.is_floating_point):
         raise ValueError(f"the checkpoint has {name} in {part.dtype}, in place of {dtype}")
@@ -260,7 +260,7 @@ def _part(held: Mapping[str, Any], name: str, dtype: torch.dtype, box: tuple[sli
 
 
 def copy_part(target: DTensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Fill this process' part of ``target`` with what ``read`` gives of the whole tensor."""
+    """Fill this process' shard of ``target`` with the box that ``read`` returns of the whole tensor."""
     local, starts = local_part(target)
     if local.numel():
         local.copy_(read(tuple(slice(start, start + size) for start, size in zip(starts, local.shape, strict=True))))

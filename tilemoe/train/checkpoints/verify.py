@@ -1,4 +1,4 @@
-"""What a folder of checkpoints or of a model is, and whether what is in it is right, by reading all of it."""
+"""Verify a folder of checkpoints or of a model by reading all of it: what it is, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tilemoe.train.checkpoints.names import is_step_dir, list_checkpoints
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one checkpoint or model: a line that says what it is, or what is wrong."""
+    """One checkpoint or model: a line that says what it is, or what is wrong."""
 
     line: str
     is_right: bool
 
 
 def verify(folder: Path) -> Iterator[Finding]:
-    """A finding of a model of transformers, of a checkpoint, or of each checkpoint of a run's folder, oldest first.
+    """A finding for a transformers model or a checkpoint, or for each checkpoint of a run's folder, oldest first.
 
-    One that a training drops meanwhile is not wrong. ValueError: it is none of these.
+    A checkpoint that a training drops meanwhile is not wrong. ValueError: ``folder`` is none of these.
     """
     if is_hf(folder) or is_step_dir(folder) or (folder / MANIFEST_FILE).exists():
         paths = [folder]
@@ -65,7 +65,7 @@ def _of_export(path: Path) -> str:
 
 
 def _of_model(path: Path) -> str:
-    """All that `load_hf` would read of it, one parameter at a time in memory."""
+    """Read all that `load_hf` would read, with one parameter at a time in memory."""
     with checked(path):
         count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
     has_sums = (path / SUMS_FILE).exists()

@@ -1,1 +1,1 @@
-"""The processes of a job: where they meet, what they tell each other, how they end."""
+"""The processes of a job: how they start, what they exchange, and how they end."""

@@ -1,4 +1,4 @@
-"""What the processes of a job must have alike before the first step: their settings."""
+"""Before the first step, checks that all processes of a job have the same settings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.distributed.distributed_c10d import Store
 from tilemoe.train.config import differences
 from tilemoe.train.job.processes import Job
 
-# A network's file system may show another host's file that much later: NFS keeps what it knows for up to a minute.
+# A network file system may show another host's file so much later: NFS caches attributes for up to a minute.
 SEEN_WITHIN_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 
 
 class DisagreementError(ValueError):
-    """The processes of a job do not have the same settings; all find it, in one line that names what differs."""
+    """The processes of a job do not have the same settings; all of them raise it, and its line names what differs."""
 
 
 def require_same(store: Store, job: Job, settings: Mapping[str, Any]) -> None:
-    """All call it, with settings that JSON can hold.
+    """Check that all processes have the same ``settings``, which must be JSON values. All must call it.
 
-    DisagreementError: in all of them, where one has other settings than rank 0; it names the first that differs.
+    DisagreementError: in all processes, if one differs from rank 0; it names the first setting that differs.
     """
     store.set(f"settings of {job.rank}", json.dumps(settings))
     if job.is_first:
@@ -45,7 +45,7 @@ def _first_difference(store: Store, job: Job) -> str:
 
 
 def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """All-gather of a small picklable ``value``: a list by rank. All processes must call it; ``group``: of them all."""
+    """All-gather of a small picklable ``value``: a list by rank. All processes must call it and be in ``group``."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other while they train; alone, a process tells itself."""
+"""Collectives of a job's processes while they train; with a single process they return its own values."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tilemoe.train.job.processes import Job, JobError
 from tilemoe.train.job.signals import ignore_sigterm
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
-# Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
+# Gloo's failures are plain RuntimeErrors; their text has one of these.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
-# The groups' own limit is later than that of `Watch`, which says more and can say it where NCCL waits.
+# The process groups time out later than `Watch`, which tells more, and can even while NCCL waits.
 LATER_SECONDS = 15
 _POLL_SECONDS = 0.05
-_LONGEST = 1000  # characters of an error that other processes are told
+_LONGEST = 1000  # characters of an error that are sent to other processes
 
 
 @contextlib.contextmanager
 def joined(job: Job, device: torch.device, timeout: int, settings: Mapping[str, Any]) -> Iterator[Progress]:
-    """Within the block ``torch.distributed`` is initialised if the job has several processes, which watch each other.
+    """Within the block ``torch.distributed`` is initialised and processes watch each other, if the job has several.
 
-    ``settings`` are what all must have alike (`require_same`). Tensors of a GPU go through NCCL, those of the host
-    through gloo. Left through an error, the groups are not torn down: that would wait for processes which may wait for
-    us; the end of this process tells them.
+    ``settings`` must be equal in all processes (`require_same`). GPU tensors go through NCCL, host tensors through
+    gloo. If the block raises, the process groups are not destroyed: that would wait for processes that may wait for
+    this one. They notice when this process ends.
 
     Raises:
         DisagreementError: in all processes, before the block.
-        JobError: with this process' rank. Not all processes came within ``timeout`` seconds, one is lost within the
-            block (all say which), or this one fails.
+        JobError: with this process' rank. Not all processes came within ``timeout`` seconds, a process is lost within
+            the block (every message names it), or this one fails.
     """
     if job.is_alone:
         yield Progress()
@@ -64,7 +64,7 @@ def joined(job: Job, device: torch.device, timeout: int, settings: Mapping[str, 
         ignore_sigterm()
         verdict, is_theirs = "", _is_lost_process(error)
         if watch is not None:
-            verdict = watch.verdict(GRACE if is_theirs else 0.0)  # who lost a process waits a moment for word of it
+            verdict = watch.verdict(GRACE if is_theirs else 0.0)  # wait a moment to learn which process is lost
             watch.stop("" if verdict or is_theirs else _told(error))
         _raise_with_rank(error, job, verdict, timeout)
     watch.stop(None)
@@ -72,11 +72,11 @@ def joined(job: Job, device: torch.device, timeout: int, settings: Mapping[str, 
 
 
 def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int) -> NoReturn:
-    """What users are to be told of ``error``; a defect of ours stays what it is."""
+    """Raise ``error`` as a JobError for the user; an error that is a bug of ours is raised unchanged."""
     as_it_is = (BrokenPipeError, DisagreementError, JobError)
     if not isinstance(error, (ValueError, OSError, RuntimeError)) or isinstance(error, as_it_is):
         raise error
-    if verdict and _told(error) not in verdict:  # else it is what all found alike
+    if verdict and _told(error) not in verdict:  # else all processes found the same error
         raise JobError(f"{job.name}: {verdict}; {GO_ON}") from error
     if _is_lost_process(error):
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -98,12 +98,12 @@ def _told(error: BaseException) -> str:
 
 
 def _is_lost_process(error: BaseException) -> bool:
-    """Whether ``error`` comes from a failed collective, such as after the loss of a process."""
+    """Whether ``error`` comes from a failed collective, as after the loss of a process."""
     return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
 
 
 def any_process(flag: bool, job: Job) -> bool:
-    """Whether ``flag`` is set in any process; all call it."""
+    """Whether ``flag`` is set in any process; all must call it."""
     if job.is_alone:
         return flag
     found = torch.tensor([int(flag)])
@@ -112,7 +112,7 @@ def any_process(flag: bool, job: Job) -> bool:
 
 
 def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
-    """One process' ``values``, 1-D, of each, by rank; all call it, and it waits for the device once."""
+    """All-gather of 1-D ``values``: a list per rank. All processes must call it; it waits for the device once."""
     if job.is_alone:
         return [values.tolist()]
     gathered = [torch.empty_like(values) for _ in range(job.world_size)]
@@ -121,17 +121,17 @@ def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
 
 
 def objects_of_processes(value: Any, job: Job) -> list[Any]:
-    """As `of_all_ranks`, also of a process alone."""
+    """`of_all_ranks`, or for a single process ``[value]``."""
     return [value] if job.is_alone else of_all_ranks(value)
 
 
 def entries_of_hosts(paths: list[Path], job: Job) -> Entries:
-    """`file_entries` of files that every host has, each hashed by one of a host's processes. All processes call it.
+    """`file_entries` of files that every host has; a host's processes share the hashing. All processes must call it.
 
-    DisagreementError: in all of them, a host has other files than another.
+    DisagreementError: in all processes, if the files of two hosts differ.
     """
     paths = sorted(paths)
-    seen = paths[0].stat()  # one file is not the same on two hosts that have one name
+    seen = paths[0].stat()  # device and inode tell two hosts of the same name apart
     hosts = objects_of_processes((socket.gethostname(), seen.st_dev, seen.st_ino), job)
     beside = [rank for rank, host in enumerate(hosts) if host == hosts[job.rank]]
     hashed = file_entries(paths[beside.index(job.rank) :: len(beside)])
@@ -147,13 +147,13 @@ def entries_of_hosts(paths: list[Path], job: Job) -> Entries:
 
 
 def store_of_attempt(job: Job, timeout: int) -> Store:
-    """An empty part of torchrun's store, the same in all processes, which all call it.
+    """An empty part of torchrun's store, the same in all processes; all must call it.
 
-    torchrun starts a job again beside the store that the attempt before has used, whose addresses are of processes that
-    are gone. So the first names a part of it, together with the words by which it has heard of the others; those wait
-    until it has heard the word that they have just made up, which no attempt before can have known.
+    When torchrun restarts a job, the store still has the last attempt's addresses, of processes that are gone. So every
+    other rank writes a new random word, and rank 0 offers a name together with the words that it has read. A rank
+    accepts the offer only if it has the rank's own word, so an offer of an earlier attempt is never accepted.
 
-    TimeoutError: not all came within ``timeout`` seconds.
+    TimeoutError: not all processes came within ``timeout`` seconds.
     """
     found, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=timedelta(seconds=timeout)))
     store, deadline, word = PrefixStore("attempts", found), time.monotonic() + timeout, secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""The processes of a job as torchrun describes them, and how one of them says that it failed. Standard library only."""
+"""A process' place in its torchrun job, and how it reports that it failed. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 from tilemoe.train.job.signals import heed_sigterm
 
-# torchrun stops a job's processes within a tenth of a second of the first that fails; on a busy machine rank 0 may come
-# to the same point seconds later.
+# torchrun stops all processes within 0.1 s after the first one fails; on a busy machine rank 0 may reach the same
+# failure seconds later.
 _HELD_BACK_SECONDS = 20.0
 
 
 class JobError(ValueError):
-    """What ended a process of a job; one line that begins with its rank."""
+    """The error that ended a process of a job; one line that begins with its rank."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """This process among those that train together; without torchrun there is one.
+    """This process' place among the processes that train together; without torchrun there is only one.
 
-    rank          of ``world_size``, over all machines; 0 prints and writes the run's records
-    local_rank    on this machine, hence the index of its GPU
+    rank          of ``world_size``, over all machines; rank 0 prints and writes the run's records
+    local_rank    on this machine; also the index of its GPU
     """
 
     rank: int = 0
@@ -33,7 +33,7 @@ class Job:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Job:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them. ValueError: no numbers, or they do not fit."""
+        """From torchrun's RANK, WORLD_SIZE and LOCAL_RANK. ValueError: they are no numbers, or do not fit together."""
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return cls()
         given = {name: environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -60,10 +60,10 @@ class Job:
 
     @contextlib.contextmanager
     def errors_with_rank(self) -> Iterator[None]:
-        """Errors of users and systems get this process' rank; what all processes find alike before they meet, rank 0
-        alone tells.
+        """In a job of several processes, turn ValueError and OSError into a JobError with this process' rank.
 
-        The others wait before they speak: if rank 0 has failed too, torchrun stops them meanwhile.
+        Ranks other than 0 wait before they raise it: if rank 0 fails too, torchrun stops them meanwhile. So an error
+        that all processes find is reported once.
         """
         try:
             yield

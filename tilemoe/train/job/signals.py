@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a polite request: finish the step, save, leave."""
+"""SIGTERM and Ctrl-C as a request to finish the step, save and exit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """Whether a signal has come, once it is called. ``number``: the signal's; SIGTERM where another process had it."""
+    """Calling it returns whether a signal has come. ``number``: the signal; SIGTERM if only another process got one."""
 
     number: int = signal.SIGTERM
     _came = False
@@ -26,7 +26,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Within the block the first SIGTERM or SIGINT only makes what is given answer True; a second SIGINT aborts."""
+    """Within the block the first SIGTERM or SIGINT only sets the StopRequest; a SIGINT after it aborts."""
     request = StopRequest()
     with _handled((signal.SIGTERM, signal.SIGINT), request.note):
         yield request
@@ -34,7 +34,7 @@ def stop_request() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within the block SIGTERM raises ``KeyboardInterrupt(SIGTERM)``, as Ctrl-C does: for work that can be cut."""
+    """Within the block SIGTERM raises ``KeyboardInterrupt(SIGTERM)``, like Ctrl-C: for work that may be cut short."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
@@ -44,22 +44,22 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def ignore_sigterm() -> None:
-    """Until `heed_sigterm`, also after the blocks above: for a process of a job that has failed and is about to say
-    so, since torchrun sends this signal to all as soon as one process has ended.
+    """Ignore SIGTERM until `heed_sigterm`, also after the blocks above. A failed process of a job needs it to report
+    its error, since torchrun sends SIGTERM to all processes as soon as one has ended.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def heed_sigterm() -> None:
-    """As a process does by itself, which ends by it; for one that has said all."""
+    """Restore SIGTERM's default, which ends the process; for a process that need not report anything first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def _handled(numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Nothing is handled outside of the main thread, where Python cannot."""
+    """Within the block ``handler`` handles the signals. No effect outside of the main thread: Python allows none."""
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
     try:

@@ -1,9 +1,9 @@
-"""The processes of a job look after each other: one that dies, fails or stands still is named by every other.
+"""The processes of a job watch each other: if one dies, fails or hangs, every other one reports which.
 
-Who waits for a lost process cannot speak: NCCL waits within the GPU's driver, where Python handles no signal, and
-torchrun ends such a process without a word after half a minute. So a thread of each process holds a connection to rank
-0's thread. The system closes it however a process dies, and it tells how far its process has come; of one that does
-not move also where that is, by the Python frames of its training thread.
+A process that waits for a lost one cannot report it: NCCL waits in the GPU's driver, where Python handles no signal,
+and torchrun kills such a process silently after half a minute. So each process has a thread with a connection to rank
+0's thread. The system closes the connection however a process dies. Over it the thread sends its process' progress and,
+if that has stopped, the module it is in, from the Python frames of its training thread.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.distributed.distributed_c10d import Store
 
 from tilemoe.train.job.processes import Job
 
-BEAT = 0.5  # seconds between two looks
-GRACE = 2.0  # seconds that the training thread has to end by itself, once a process is lost
+BEAT = 0.5  # seconds between two polls
+GRACE = 2.0  # seconds that the training thread has to end by itself after a process is lost
 GO_ON = "go on from the last checkpoint with --resume auto"
-_BACKLOG = 4096  # processes that connect at the same time
+_BACKLOG = 4096  # processes that may connect at the same time
 _LONGEST = 1 << 14  # bytes of a message
-_MOST_PLACES = 4  # that are told of a job that stands still
-# Of functions that wait for other processes, PyTorch's, FSDP's and ours, the names have one of these.
+_MOST_PLACES = 4  # that the report of a hanging job names
+# A function of PyTorch, FSDP or ours that waits for other processes has one of these in its name.
 _WAITS: tuple[str, ...] = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "barrier")
 _WAITS += ("wait_tensor", "wait_for_unshard", "values_of_processes")
 
 
 class Progress:
-    """How far a process has come: marks count up while it moves, wherever in its ``step`` it is.
+    """How far a process has come: its ``step``, and ``marks``, which count up as long as it moves.
 
     names: of modules, by their id.
     """
@@ -50,10 +50,10 @@ class Progress:
         self.marks += 1
 
     def place(self) -> str:
-        """In which module the thread is, or that it is in the backward, which has no modules, and which collective
-        it waits in; "" where neither is known. A GPU's backward is another thread's: there it is all that is known.
+        """The module that the training thread is in, or "the backward", and the collective it waits in; "" if neither
+        is known. A GPU's backward runs in another thread, so nothing more than "the backward" is known there.
 
-        Not for a process that moves: what a frame held when it was looked at lives as long as the frame.
+        Do not call it while the process moves: it keeps a frame's local variables alive as long as the frame.
         """
         frame, module, waits = sys._current_frames().get(self._thread), "", ""
         while frame is not None and not module:
@@ -65,27 +65,27 @@ class Progress:
 
 
 class Watch:
-    """This process' thread, from its making to `stop`.
+    """This process' watching thread; it runs until `stop`.
 
     Args:
-        timeout: seconds after which a job that has begun and in which nobody moves is given up, or a process of which
-            nothing is heard, not even by its thread: the process is stopped, or its host is.
+        timeout: seconds after which the job is given up: because no process moves although all have begun, or because
+            a process' thread sends nothing, as when the process or its host is stopped.
     """
 
     def __init__(self, job: Job, store: Store, timeout: float) -> None:
-        """All processes make one. OSError: rank 0's cannot be reached."""
+        """All processes must make one. OSError: rank 0 cannot be reached."""
         self.progress = Progress()
         self._job, self._timeout = job, timeout
         self._verdict, self._word = "", secrets.token_hex(8)
         self._found, self._ended = threading.Event(), threading.Event()
         self._marks = dict.fromkeys(range(job.world_size), (0, 0))  # (marks, step) of each rank, as rank 0 knows them
-        self._places: dict[int, str] = {}  # of ranks that have not moved for half of the timeout
-        self._own, self._own_since = (0, 0), time.monotonic()  # marks of this one, and since when they are so
-        self._moved = time.monotonic()  # when any process last did; of others than rank 0, when that was last heard of
-        self._heard = dict.fromkeys(self._marks, self._moved)  # when rank 0 last heard of each, though it had not moved
-        self._told = 0.0  # when the others were last told how far this one is
+        self._places: dict[int, str] = {}  # of each rank; "" unless it has not moved for half of the timeout
+        self._own, self._own_since = (0, 0), time.monotonic()  # this process' marks, and when they last changed
+        self._moved = time.monotonic()  # in rank 0: when any process last moved; in others: when rank 0 was last heard
+        self._heard = dict.fromkeys(self._marks, self._moved)  # when rank 0 last heard each rank, even without progress
+        self._told = 0.0  # when this process last sent its progress
         self._server: socket.socket | None = None
-        self._links: dict[Connection, int] = {}  # rank 0's to all others, theirs to rank 0
+        self._links: dict[Connection, int] = {}  # in rank 0: to all others; in others: to rank 0
         if job.is_first:
             self._server = _listen()
             store.set("watch", f"{self._server.getsockname()[1]} {self._word}")
@@ -95,12 +95,12 @@ class Watch:
         self._thread.start()
 
     def verdict(self, seconds: float) -> str:
-        """What is known of a lost process, waited for that long; "" if nothing is."""
+        """Which process is lost, and why; waits up to ``seconds`` to learn it. "": nothing is known."""
         self._found.wait(seconds)
         return self._verdict
 
     def stop(self, failure: str | None) -> None:
-        """This process leaves: it is done, or what it failed of; "" if another's failure is why."""
+        """Leave the job. ``failure``: None: this process is done; "": another's failure ended it; else its error."""
         self._ended.set()
         self._thread.join()
         if failure is None:
@@ -119,16 +119,16 @@ class Watch:
             place = self.progress.place() if is_late else ""
             if self._job.is_first:
                 self._note(0, own, place)
-            if time.monotonic() - self._told >= BEAT:  # else each message would be answered at once, by another
+            if time.monotonic() - self._told >= BEAT:  # else every message would trigger another at once
                 self._told = time.monotonic()
                 self._tell({"marks": own, "place": place})
             verdict = self._look() or self._standing_still()
-            if verdict:  # a rank 0 that was stopped hears it when it goes on
+            if verdict:  # a rank 0 that was suspended reads it when it resumes
                 self._tell({"lost": verdict})
                 self._speak(verdict)
 
     def _look(self) -> str:
-        """Read what comes within a beat; which process is lost, if one is."""
+        """Read messages for one `BEAT`. Returns which process is lost, "" if none is."""
         for ready in wait([*filter(None, [self._server]), *self._links], BEAT):
             if isinstance(ready, Connection):
                 lost = self._read(ready)
@@ -142,7 +142,7 @@ class Watch:
         accepted, _ = server.accept()
         link = Connection(accepted.detach())
         hello = receive(link)
-        if hello is None or hello.get("word") != self._word:  # a stranger
+        if hello is None or hello.get("word") != self._word:  # not of this job
             link.close()
         else:
             self._links[link] = int(hello["rank"])
@@ -168,10 +168,10 @@ class Watch:
             self._marks[rank], self._moved = marks, time.monotonic()
 
     def _standing_still(self) -> str:
-        """The ranks that hang, in words, if no process has moved for the timeout; else "".
+        """A text that names the hanging ranks, if no process has moved for the timeout; else "".
 
-        They are the silent ranks that have come least far. If none is silent, they are those that have come least far
-        of all, once all have begun. A rank other than 0 hears of rank 0 alone, and can only say that this one hangs.
+        They are the least advanced of the silent ranks. If no rank is silent, they are the least advanced of all ranks,
+        once all have begun. A rank other than 0 hears only rank 0, so it can only report that rank 0 hangs.
         """
         if time.monotonic() - self._moved <= self._timeout:
             return ""
@@ -188,7 +188,7 @@ class Watch:
         return "; ".join([f"{names} in step {step}: {limit}", *self._told_places(who)])
 
     def _told_places(self, who: list[int]) -> list[str]:
-        """Where processes are, those that have come least far first; those that are in one place together."""
+        """Texts that say where ranks are, those of ``who`` first; ranks in the same place share a text."""
         ranks_of_place: dict[str, list[int]] = {}
         for rank in [*who, *sorted(self._marks.keys() - set(who))]:
             if place := self._places.get(rank):
@@ -200,11 +200,11 @@ class Watch:
 
     def _tell(self, message: dict[str, Any]) -> None:
         for link in self._links:
-            with contextlib.suppress(OSError):  # whoever is gone need not know
+            with contextlib.suppress(OSError):  # a process that is gone need not know
                 send(link, message)
 
     def _speak(self, verdict: str) -> None:
-        """End the process, unless its training thread finds out by itself."""
+        """Print ``verdict`` and end this process, unless its training thread ends within `GRACE`."""
         self._verdict = verdict
         self._found.set()
         if self._ended.wait(GRACE):
@@ -229,7 +229,7 @@ def send(link: Connection, message: dict[str, Any]) -> None:
 
 
 def receive(link: Connection) -> dict[str, Any] | None:
-    """The next message; None where the other end is closed, or speaks another language."""
+    """The next message; None: the other end is closed, or sent something that is no message."""
     try:
         message = json.loads(link.recv_bytes(_LONGEST)) if link.poll(GRACE) else None
     except (OSError, EOFError, ValueError):
