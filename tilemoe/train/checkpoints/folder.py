@@ -113,7 +113,7 @@ def publish(
 def write_error(target: Path, error: BaseException | str) -> CheckpointError:
     """The error for a checkpoint that could not be written; it names the newest one that exists."""
     older = list_checkpoints(target.parent)
-    kept = f"the last good one is {older[-1]}" if older else "there is no older one"
+    kept = f"the newest one is {older[-1]}" if older else "there is no older one"
     return CheckpointError(f"could not write checkpoint {target} ({error}); {kept}; free space and resume")
 
 
