@@ -1,4 +1,4 @@
-"""``--data.batch-size auto`` and ``--global-batch``: what a step's sequences are divided into."""
+"""``--data.batch-size auto`` and ``--global-batch``: how a step's sequences are divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def without_auto(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def sequences_of(global_batch: int, processes: int) -> int:
-    """Of a step, of each process. ValueError: they are not equally many."""
+    """Sequences of each process in a step. ValueError: ``global_batch`` is no multiple of the processes."""
     if global_batch < 1 or global_batch % processes:
         raise ValueError(
             f"--global-batch, the sequences of a step, must be a multiple of its {processes} processes: {global_batch}"
@@ -44,7 +44,7 @@ def sequences_of(global_batch: int, processes: int) -> int:
 
 
 def accumulated(recipe: Recipe, sequences: int) -> Recipe:
-    """The recipe with as many micro-batches as a step of ``sequences`` has. ValueError: they do not make it up."""
+    """The recipe with the micro-batches of a step of ``sequences``. ValueError: batch_size does not divide these."""
     size = recipe.data.batch_size
     if sequences % size:
         raise ValueError(
@@ -57,10 +57,10 @@ def accumulated(recipe: Recipe, sequences: int) -> Recipe:
 def proposal_for(
     recipe: Recipe, gpu: Gpu, processes: int, sequences: int, given: Collection[str] = frozenset()
 ) -> Proposal:
-    """What is fastest by prediction on so many GPUs, for ``sequences`` of a step on each. ``given``: options whose
-    settings the recipe has from the user, which stay.
+    """The settings that are predicted to be fastest on ``processes`` GPUs, with ``sequences`` per step on each.
+    ``given``: options that the user has set, whose settings stay.
 
-    ValueError: no settings fit, or the memory of such a run is not predicted.
+    ValueError: no settings fit, or the memory of such a run cannot be predicted.
     """
     model, parallel = recipe.model, recipe.parallel
     if isinstance(model, HFBase) or recipe.lora is not None:
@@ -69,7 +69,7 @@ def proposal_for(
         raise ValueError(f"data.batch_size auto plans compiled blocks in bf16; add {' '.join(lacking)}, or a number")
     is_held = parallel.shard != 0 or not {_SHARED, _SHARD}.isdisjoint(given)
     sizes = (parallel if is_held else replace(parallel, shard=0, expert=1)).for_job(processes, model)
-    gpus = sizes.shard * sizes.expert  # of a copy of the model
+    gpus = sizes.shard * sizes.expert  # of a replica of the model
     choices = Choices(
         expert_parallel=(sizes.expert,) if is_held else ways_to_share(model.moe, gpus),
         checkpointing=(parallel.checkpointing,) if _REPEATED in given else CHECKPOINTING_MODES,
@@ -87,7 +87,7 @@ def proposal_for(
 
 
 def options_lacking(recipe: Recipe, processes: int) -> list[str]:
-    """Those that a run lacks to take the memory and the time that are planned."""
+    """The options that a run still needs to take the memory and the time of the plan."""
     is_narrow = processes == 1 or recipe.parallel.param_dtype == "bfloat16"
     is_as_planned = {
         "--train.precision bf16": recipe.train.precision == "bf16",
@@ -98,7 +98,7 @@ def options_lacking(recipe: Recipe, processes: int) -> list[str]:
 
 
 def proposed(recipe: Recipe, proposal: Proposal, given: Collection[str] = frozenset()) -> Recipe:
-    """The recipe with the proposal's settings, but for those ``given``."""
+    """The recipe with the proposal's settings, except those of the options ``given``."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in proposal.settings().items():
         table, _, setting = name.partition(".")
@@ -108,12 +108,12 @@ def proposed(recipe: Recipe, proposal: Proposal, given: Collection[str] = frozen
 
 
 def options_in(words: Sequence[str]) -> set[str]:
-    """The options that are given, of a switch as if it were set."""
+    """The options on the command line; a switch that is off (``--no-...``) by its name when it is on."""
     return {re.sub(r"\bno-", "", name) for name in options_given(words)}
 
 
 def gpu_here(recipe: Recipe, job: Job) -> Gpu:
-    """This process' GPU, with no more memory than it has. ValueError: there is none, or nothing is known of it."""
+    """This process' GPU, with at most the memory that it really has. ValueError: there is none, or it is not known."""
     import torch
 
     if recipe.train.device == "cpu" or not torch.cuda.is_available():
@@ -124,7 +124,7 @@ def gpu_here(recipe: Recipe, job: Job) -> Gpu:
 
 
 def _ways_to_keep(recipe: Recipe, given: Collection[str]) -> Sequence[Kept]:
-    """Weights that stay from a forward to its backward take the memory of those that stay for a step."""
+    """Values to try for ``between_micro_batches``. Weights kept for one backward take as much memory as for a step."""
     parallel = recipe.parallel
     if _KEPT in given and not (_RESHARD in given and parallel.between_micro_batches == "nothing"):
         return (parallel.between_micro_batches,)

@@ -22,7 +22,7 @@ _MODES = MappingProxyType(
     }
 )
 _PEERS = "tilemoe"
-_DEFAULTS = MappingProxyType({"cuda": ("main", 7), "cpu": ("cpu", 3)})  # cases and rounds: a CPU's end in two minutes
+_DEFAULTS = MappingProxyType({"cuda": ("main", 7), "cpu": ("cpu", 3)})  # cases and rounds; a CPU takes two minutes
 
 
 @dataclass(frozen=True)

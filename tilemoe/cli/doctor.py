@@ -16,7 +16,7 @@ from tilemoe.config import MoEConfig
 from tilemoe.models.presets import MOE_PRESETS, preset_named
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
-_VARIABLES = ("TILEMOE_", "TRITON_", "CUDA_VISIBLE_DEVICES")  # beginnings of those that change what runs
+_VARIABLES = ("TILEMOE_", "TRITON_", "CUDA_VISIBLE_DEVICES")  # prefixes of environment variables that change what runs
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -100,7 +100,7 @@ def _machine(preset: str, tokens: int, driver: str | None) -> dict[str, Any]:
 
 
 def _report_lines(where: dict[str, Any]) -> list[str]:
-    """The beginning of a bug report, up to the block that has the rest of what is printed."""
+    """The beginning of a bug report, up to the code block that holds the rest of the output."""
     return [
         "### What happens, and what should\n",
         "(the shortest script or command, and the whole error)\n",
@@ -184,7 +184,7 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
 
 
 def _gemms(cfg: MoEConfig) -> list[str]:
-    """The Hopper kernel and the tile of each GEMM of the layer in 16 bits, or why the portable kernel serves."""
+    """The Hopper kernel and the tile of each GEMM of the layer in 16 bits, or why the portable kernel runs instead."""
     from tilemoe.kernels.experts.hopper.configs import row_of
     from tilemoe.kernels.experts.triton.configs import KERNELS
     from tilemoe.perf.predict import gemm_widths

@@ -79,7 +79,7 @@ def environment(driver_version: str | None) -> Iterator[Finding]:
 
 
 def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
-    """The experts' output and all their gradients on random inputs, against the reference in fp64."""
+    """Compare the experts' output and all their gradients on random inputs with the fp64 reference."""
     name = select_kernels(device, dtype).name
     what = f"self-test, {device}, {dtype}, kernels {name}"
     generator = torch.Generator().manual_seed(0)
@@ -95,13 +95,13 @@ def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
 
 
 def judge(name: str, device_name: str, seconds: int) -> Verdict:
-    """The self-test of a backend that the package has, or of "module:Class", in this process, which may not survive it.
+    """Self-test a backend of the package, or "module:Class", in this process, which may crash.
 
-    ValueError: there is no such backend or device, or the seconds are not a number of them.
+    ValueError: there is no such backend or device, or ``seconds`` is no integer >= 1.
     """
     require_int("--seconds", seconds, 1)
     device = device_named(device_name, "--device")
-    signal.alarm(seconds)  # who has started this process may be gone, and a GPU may hang
+    signal.alarm(seconds)  # the parent process may be gone, and a GPU may hang
     if ":" in name:
         module, _, attribute = name.partition(":")
         cls: type[Backend] = getattr(import_module(module), attribute)
@@ -128,12 +128,12 @@ def unproven(device: torch.device) -> Finding:
 
 
 def recorded_speeds() -> dict[str, dict[str, Any]]:
-    """For each GPU the recorded case, milliseconds and commit."""
+    """GPU name -> its recorded case, milliseconds and commit."""
     return json.loads(Path(_perf).with_name("recorded.json").read_text(encoding="utf-8"))
 
 
 def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:
-    """The recorded case's layer, forward and backward, sustained, compared with the recorded milliseconds."""
+    """Time the recorded case's layer, forward and backward, and compare with the recorded milliseconds."""
     shape = cases.ALL[recorded["case"]]
     weights = peers.make_weights(shape, device, torch.bfloat16)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()

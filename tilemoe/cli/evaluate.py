@@ -100,13 +100,13 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     state = restored.checkpoint.state
     recipe = state.recipe
     tokenizer = restored.checkpoint.tokenizer_spec
-    trained = replace(recipe.data, tokenizer=tokenizer)  # one that was trained on text may serve a chat
+    trained = replace(recipe.data, tokenizer=tokenizer)  # a tokenizer that was trained on text may serve chats, too
     settings = options.settings(trained, recipe.model.max_seq_len)
     if isinstance(restored.model, HFDecoder) and restored.model.documents_by == "rows":
         settings = replace(settings, packing="one_document")
     # Somebody else may have made the checkpoint, so nothing is written to the cache folder that it names.
     data = prepare_data(settings, tokenizer, default_cache_dir())
-    seq_len = settings.seq_len if settings.format == "text" else trained.seq_len  # what a chat is cut to
+    seq_len = settings.seq_len if settings.format == "text" else trained.seq_len  # chats are cut to it
     is_same_text = settings == replace(trained, batch_size=settings.batch_size, seq_len=seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: {settings.named} changed since training, which may have seen what is held out now")

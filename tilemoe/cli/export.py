@@ -74,7 +74,7 @@ def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> Non
         else:
             restored.model.save_merged(folder)
         for path in folder.glob("*.safetensors"):
-            path.chmod(0o644)  # safetensors makes it its owner's alone
+            path.chmod(0o644)  # safetensors creates it for its owner only
         return
     if not is_adapter:
         merge_lora(restored.model)

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
     given = list(sys.argv[1:] if arguments is None else arguments)
-    atexit.register(gc.freeze)  # or Python's end looks for cycles in all of torch: 1.2 s after a training, and .2 so
+    atexit.register(gc.freeze)  # else Python's exit collects cycles in all of torch: 1.2 s after training, .2 s with it
     try:
         with sigterm_interrupts():
             _dispatch(given)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         status = 128 + (*error.args, signal.SIGINT)[0] if isinstance(error, KeyboardInterrupt) else 2
         is_of_job = "WORLD_SIZE" in os.environ
-        if status != 128 + signal.SIGTERM or not is_of_job:  # torchrun ends the remaining processes by it
+        if status != 128 + signal.SIGTERM or not is_of_job:  # torchrun sends SIGTERM to end the remaining processes
             # In one write: the processes of a job may print at the same time.
             kept = "; checkpoints written so far are intact" if given[:1] == ["train"] else ""
             message = f"interrupted{kept}" if isinstance(error, KeyboardInterrupt) else one_line(error)

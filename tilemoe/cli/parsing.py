@@ -38,7 +38,7 @@ def parse(
 ) -> T:
     """``arguments`` as an instance of the dataclass ``cls``; ``--help`` prints and exits.
 
-    ``others``: options of the command that were taken out before, and may be meant by an unknown one.
+    ``others``: options of the command that are parsed elsewhere; an unknown option may be meant to be one of them.
 
     ValueError: an unknown option or a value that does not fit, on one line.
     """
@@ -58,7 +58,7 @@ def parse(
 
 
 def _whole_number(words: list[str]) -> int:
-    """Of an integer, which may also be written as 1e3."""
+    """The integer that an option's value says, which may also be written as 1e3."""
     if not float(words[0]).is_integer():
         raise ValueError(f"{words[0]!r} is not a whole number")
     return int(float(words[0])) if set(words[0]) & set(".eE") else int(words[0])
@@ -75,7 +75,7 @@ def options_given(words: Sequence[str]) -> list[str]:
 
 
 def _unknown_option(known: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """A message about the first option that there is not, with the one most like it; None: there are all."""
+    """A message about the first unknown option, with the known one most like it; None: all are known."""
     unknown = next((name for name in options_given(arguments) if re.sub(r"\bno-", "", name) not in known), None)
     if unknown is None:
         return None
@@ -90,13 +90,13 @@ def _options(cls: Any, prefix: str = "--") -> Iterator[str]:
 
 
 def _likeness(name: str, option: str) -> tuple[float, float]:
-    """Of their last parts, which others have in another group or in none, and of the wholes."""
+    """Likeness of the last parts, which other trainers have in another group or in none, and of the whole names."""
     leaf, ours = (each.removeprefix("--").rpartition(".")[2] for each in (name, option))
     return SequenceMatcher(None, _OURS.get(leaf, leaf), ours).ratio(), SequenceMatcher(None, name, option).ratio()
 
 
 def condense(box: str) -> str:
-    """The message of tyro's boxed error report, without the frame and the rest."""
+    """The message in tyro's boxed error report, without the frame and whatever follows."""
     body: list[str] = []
     for line in _ANSI.sub("", box).splitlines():
         if _RULE.search(line):

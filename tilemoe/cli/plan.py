@@ -151,7 +151,7 @@ def source_of(options: PlanOptions) -> Source:
 
 
 def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, list[int]]]:
-    """The layer's shape, by the options and otherwise by ``cfg``, and [before, after] of each size that they change.
+    """The layer's shape from the options, else from ``cfg``, and [before, after] of each size that the options change.
 
     ValueError: an option is invalid; the message names it.
     """
@@ -176,7 +176,7 @@ def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, 
 
 
 def _from_hf(name: str, file: Path) -> Source:
-    """From a config.json: the whole model of a family that `sizes_from_hf` knows, else the layer alone."""
+    """The source in a config.json: the whole model of a family that `sizes_from_hf` knows, else the layer alone."""
     data = read_settings(file)
     try:
         model = sizes_from_hf(data)
@@ -192,7 +192,7 @@ def _experts(option: str, name: str, model: ModelSizes) -> MoEConfig:
 
 
 def _check(options: PlanOptions) -> None:
-    """ValueError: an option of --train is invalid, or given without it."""
+    """ValueError if an option of --train, --lora or --hosts is invalid, or given without it."""
     if options.hosts is None and (
         options.gpus_per_host != PlanOptions.gpus_per_host or options.network_gbps is not None
     ):
@@ -216,7 +216,7 @@ def _check(options: PlanOptions) -> None:
 
 
 def _exchange(options: PlanOptions, layer: MoEConfig, shape: MoEShape, gpu: Gpu) -> Mapping[str, Any]:
-    """ValueError: an option of --hosts is invalid, or its GPUs cannot divide the experts."""
+    """The plan for --hosts. ValueError: an option of --hosts is invalid, or its GPUs cannot divide the experts."""
     network, gpus = options.network_gbps, (options.hosts or 0) * options.gpus_per_host
     if network is None or not 0 < network < 1e6:
         raise ValueError(f"--hosts needs --network-gbps, what a GPU reaches between hosts in GB/s; got {network}")
@@ -225,14 +225,14 @@ def _exchange(options: PlanOptions, layer: MoEConfig, shape: MoEShape, gpu: Gpu)
             f"--hosts x --gpus-per-host must be at least 1 and divide the {shape.num_experts} experts, got {gpus}"
         )
     if shape.num_experts % layer.router.num_groups:
-        layer = replace(layer, router=RouterConfig())  # another number of experts than those that have groups
+        layer = replace(layer, router=RouterConfig())  # its groups do not divide the number of experts in the options
     sizes: dict[str, Any] = {name: getattr(shape, name) for name in (*_SIZES, "save")}
     hosts = Hosts(options.hosts or 0, options.gpus_per_host, LINK_SHARE * gpu.link_gbps, network)
     return exchange_plan(replace(layer, **sizes), shape.num_tokens, gpu, hosts, options.dtype)
 
 
 def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:
-    """ValueError: the source has no whole model, options change its sizes, or its experts cannot be divided so."""
+    """The plan for --train. ValueError: no whole model, options change its sizes, or the GPUs do not divide experts."""
     if source.model is None:
         raise ValueError(
             f"--train needs a whole model, and of {source.name} the layer alone is known ({source.why_no_model}); take "
@@ -261,9 +261,9 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
 
 
 def _proposed(global_batch: int | None, recipe: Recipe | None, setup: Setup, choices: Choices) -> dict[str, Any]:
-    """Settings for a step that is stated, but of adapters, and the options that take them; otherwise nothing.
+    """Proposals for a step of given sequences, and the options that use them; {} if only a recipe of adapters has them.
 
-    ValueError: its sequences are not divided evenly.
+    ValueError: the GPUs do not divide the sequences evenly.
     """
     if global_batch is not None:
         sequences = sequences_of(global_batch, setup.gpus)

@@ -15,7 +15,7 @@ _MEMORY = (
     ("forward_peak_bytes", "peak forward", "beside x and the weights"),
     ("backward_peak_bytes", "peak backward", "with all gradients"),
 )
-_ROUTER = ("logits", "route")  # the names of its steps begin with these
+_ROUTER = ("logits", "route")  # prefixes of the names of its steps
 _FP8_PEAKS = "               peaks are those of bf16: in FP8 0.85 to 1.43 times as much was measured (docs/fp8.md)"
 
 
@@ -78,7 +78,7 @@ def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _others(plan: Mapping[str, Any]) -> list[str]:
-    """tilemoe and the other designs: GiB saved, at the peaks and moved, padding, and times of forward and backward."""
+    """One line for tilemoe and each other design: GiB saved, peaks, GiB moved, padding, forward and backward times."""
     router = [step for step in plan["steps"] if step["step"].startswith(_ROUTER)]
     experts = [step for step in plan["steps"] if step not in router]
     of_router = sums(router, "predicted_ms")
@@ -163,7 +163,7 @@ def training_lines(train: Mapping[str, Any]) -> list[str]:
 
 
 def _proposal_lines(train: Mapping[str, Any]) -> list[str]:
-    """What `tilemoe.perf.proposal` proposes, a line for each card and way to recompute."""
+    """The proposals of `tilemoe.perf.proposal`, one line for each card and checkpointing mode."""
     gpus, sequences = train["gpus"], train["sequences"]
     where = f"proposed for steps of {gpus * sequences} sequences, {sequences} of each of {gpus} GPUs"
     head = (

@@ -26,7 +26,7 @@ from tilemoe.train.progress import Phases
 if TYPE_CHECKING:
     from tilemoe.train.checkpoints.folder import Checkpoint
 
-_LATEST, _AUTO = "", "auto"  # values of --resume: without a path, and in words
+_LATEST, _AUTO = "", "auto"  # values of --resume that name no path: none given, and the word for it
 _ACCUMULATION = "--train.accumulation"
 _STARTS = ("--recipe", "--resume", "--init-from", "--global-batch")
 _FORMS: Mapping[str, Any] = MappingProxyType(
@@ -105,8 +105,8 @@ def _run(arguments: Sequence[str], job: Job, phases: Phases) -> None:
 def _with_batch(
     recipe: Recipe, checkpoint: Checkpoint | None, stated: int | None, is_auto: bool, overrides: Sequence[str], job: Job
 ) -> Recipe:
-    """The recipe with micro-batches of a size of its own or, if ``is_auto``, a proposed one. ``stated``: of
-    --global-batch; None: a step keeps the sequences that it has.
+    """The recipe with micro-batches of its own size or, if ``is_auto``, of a proposed size. ``stated``: the value of
+    --global-batch; None: a step keeps its number of sequences.
     """
     given = options_in(overrides)
     if _ACCUMULATION in given:
@@ -128,7 +128,7 @@ def _with_batch(
 def _initial(name: str, resume: str | None) -> Path:
     if resume:
         raise ValueError(f"--init-from {name} starts a run, --resume {resume} goes on with one; leave one of them out")
-    return find_folder("--init-from", name).resolve()  # the recipe keeps it, and may be resumed from another folder
+    return find_folder("--init-from", name).resolve()  # the recipe keeps it; a run may be resumed from another folder
 
 
 def _choose(
@@ -213,7 +213,7 @@ def _with_rounding(model: ModelConfig | HFBase, overrides: Sequence[str]) -> Mod
 
 
 def _with_width(model: ModelConfig | HFBase, overrides: Sequence[str]) -> list[str]:
-    """The options, and the model's width for its experts, too, where theirs is not given."""
+    """The options, in which a given --model.hidden-size also sets the experts' width, unless that is given."""
     found = list(overrides)
     ours, theirs = "--model.hidden-size", "--model.moe.hidden-size"
     if model.moe is None or theirs in options_given(overrides):
@@ -231,9 +231,7 @@ def _is_asked_for(table: str, words: Sequence[str]) -> bool:
 
 
 def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
-    """The recipe with what ``lora`` says of its base filled in, if it has adapters: the folder or the hub's name, and
-    the dtype of the files.
-    """
+    """The recipe; if it has adapters, ``lora`` gets the base's folder or hub name, and the dtype of its files."""
     if recipe.lora is None:
         return recipe
 

@@ -1,1 +1,1 @@
-"""tilemoe under other libraries' models. Importing this changes nothing of theirs; each module has its own switch."""
+"""tilemoe inside other libraries' models. Importing this changes none of them; each module has its own switch."""

@@ -1,10 +1,10 @@
-"""PEFT's adapters on transformers' experts that are divided over processes.
+"""PEFT's adapters on transformers' experts that are sharded over processes.
 
 E experts · e experts of this process · r rank of an adapter · p, q inputs and outputs of a weight
 
-An adapter of a weight is whole in every process, as PEFT made it: ``lora_A`` (E r, p), of expert after expert, and
-``lora_B`` (q, r E), of rank after rank. A process adds its own experts' part to its share of the weight. The adapter's
-gradient is zero for the other experts, so that the mean over all processes, which the rest of the model has, is right.
+Every process has each adapter whole, as PEFT made it: ``lora_A`` (E r, p), ordered by expert, and ``lora_B`` (q, r E),
+ordered by rank. A process adds its own experts' part to its shard of the weight. The adapter's gradient is zero for the
+other experts, so that it is averaged over all processes like the gradients of the rest of the model.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from tilemoe.integrations.quantized_weight import FrozenWeight, weight_names
 
 _ACTIVATE = "_activate_lora"  # method of a wrapper
-_LENT = "_tilemoe_adapters"  # attribute of an experts module in its forward: what its wrappers have lent it
+_LENT = "_tilemoe_adapters"  # attribute of an experts module during its forward: the adapters its wrappers lend
 
 
 def wrappers_of(model: nn.Module, name: str) -> list[nn.Module]:
-    """PEFT's wrappers of the experts module of this name, each of one weight.
+    """PEFT's wrappers of the experts module of this name; each adapts one weight.
 
-    ValueError: there is another, whose adapter is not of single experts.
+    ValueError: a wrapper adapts anything other than the experts' two weights.
     """
     experts, found = model.get_submodule(name), []
     while name.endswith("base_layer"):
@@ -41,13 +41,13 @@ def wrappers_of(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def divide_adapters(experts: nn.Module, wrappers: list[nn.Module], first: int) -> None:
-    """From now on `with_adapters` adds what these wrappers did; ``first``: this process' first expert."""
+    """Let `with_adapters` add the adapters of these wrappers instead of PEFT; ``first``: this process' first expert."""
     for wrapper in wrappers:
         vars(wrapper)[_ACTIVATE] = partial(_lend, wrapper, experts, first)
 
 
 def take_adapters(experts: nn.Module, wrappers: list[nn.Module]) -> None:
-    """As `divide_adapters`, of experts that are whole, if each wrapper is of a weight of theirs."""
+    """Do as `divide_adapters` for experts that are not sharded, if each wrapper adapts one of their weights."""
     of_weights = [getattr(each, "parameter_name", None) in weight_names(experts) for each in wrappers]
     if all(of_weights) and not any(_ACTIVATE in vars(wrapper) for wrapper in wrappers):
         divide_adapters(experts, wrappers, 0)
@@ -55,7 +55,7 @@ def take_adapters(experts: nn.Module, wrappers: list[nn.Module]) -> None:
 
 @contextmanager
 def _lend(wrapper: Any, experts: nn.Module, first: int, active_adapters: list[str]) -> Iterator[None]:
-    """In place of what PEFT's wrapper does around the experts' forward, where tilemoe computes it."""
+    """Lend the wrapper's adapters during a forward that tilemoe computes; around any other, do what PEFT does."""
     if torch.compiler.is_compiling() or experts.config._experts_implementation != "tilemoe":  # type: ignore[union-attr]
         with type(wrapper)._activate_lora(wrapper, active_adapters):
             yield
@@ -69,9 +69,9 @@ def _lend(wrapper: Any, experts: nn.Module, first: int, active_adapters: list[st
 
 
 def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The weight (e, q, p), or (e, p, q) where transformers calls it transposed, with what its active adapters add.
+    """The weight (e, q, p), or (e, p, q) where transformers calls it transposed, plus its active adapters.
 
-    To a frozen weight they are added by their factors, so that none is made whole.
+    If the experts are frozen, it keeps the adapters' factors, and the sum is never materialised.
     """
     lent = [(wrapper, *rest) for wrapper, *rest in vars(experts).get(_LENT, ()) if wrapper.parameter_name == name]
     is_frozen = not any(parameter.requires_grad for parameter in experts.parameters(recurse=False))

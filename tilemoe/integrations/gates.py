@@ -21,11 +21,11 @@ from tilemoe.ops.inference import Activation
 from tilemoe.runtime.tracing import constant_when_traced
 
 _ROWS, _WIDTH = 128, 32
-# Up to magnitudes beyond any clamp that is there to be met; a limit that is known is added.
+# The largest are beyond any model's clamp; values around a limit that is known are added.
 _MAGNITUDES = (0.0, 1e-3, 0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 30.0, 100.0, 1e3, 1e4, 6e4)
-# Somebody may compute in fp32; the tables' nearest neighbours, erf and tanh GELU, are 100 times further apart.
+# A model may compute in fp32; the two most similar activations, erf and tanh GELU, are 100 times further apart.
 _RTOL = _ATOL = 1e-5
-# Where models keep the bound and the slope of a clamped gate.
+# Attributes in which models keep the bound and the slope of a clamped gate.
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 _INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
 
@@ -33,13 +33,13 @@ _INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
 def recognised_activation(
     function: Callable[[Tensor], Tensor], *, is_gated: bool, limit: float | None = None, alpha: float | None = None
 ) -> ActivationSpec | None:
-    """The activation that ``function`` computes, with its gate/up layout; None if tilemoe has none such.
+    """The activation that ``function`` computes, with its gate/up layout; None if tilemoe does not have it.
 
     ``function`` maps (rows, 2n) to (rows, n) if gated, else (rows, n) to (rows, n). ``limit`` and ``alpha`` are those
-    of a clamped gate, if it has any. It is called once, on the CPU, with values of every size and sign: a clamp, a
-    shift or another split of gate and up all show. What ``function`` raises is passed on.
+    of a clamped gate, if it has any. ``function`` is called once, on the CPU, with values of every size and sign, so
+    that a clamp, a shift or another split of gate and up shows. Its exceptions are passed on.
     """
-    # In a fixed order that pairs every gate with many ups.
+    # A fixed random order pairs every gate with many ups.
     around = () if limit is None else tuple(limit * factor for factor in (0.5, 0.99, 1.01, 1.5))
     values = torch.tensor(_MAGNITUDES + around, dtype=torch.float64, device="cpu")
     values = torch.cat([values, -values])
@@ -67,7 +67,7 @@ def _candidates(is_gated: bool, limit: float | None, alpha: float | None) -> lis
     return specs
 
 
-# Attribute of a module whose activation is known: what it was found from, then what was found,
+# Attribute of a module whose activation is known: all that the activation depends on, then the activation itself,
 # (act_fn, its gate's function, limit, alpha, act_fn's own numbers, *activation).
 _TRIED = "_tilemoe_activation"
 
@@ -75,8 +75,8 @@ _TRIED = "_tilemoe_activation"
 def activation_of(module: nn.Module) -> Activation:
     """The module's activation. It is tried out once, and again after something that it depends on was replaced.
 
-    If the module was tried before, a trace reads the result: PyTorch guards its values, so that one graph serves all
-    layers. Else the graph is for this module alone, and PyTorch keeps few graphs of one function (8 by default).
+    torch.compile reads the result of an earlier trial and guards its values, so that one graph serves all layers.
+    Without one, the graph is for this module alone, and PyTorch keeps few graphs of one function (8 by default).
     """
     function = getattr(module, "act_fn", None)
     limit, alpha = _limit_and_alpha(module)
@@ -96,13 +96,13 @@ def activation_of(module: nn.Module) -> Activation:
 
 
 def _gate(module: nn.Module) -> Any:
-    """The function that the module, or else its class, has for its gate; None if ungated."""
+    """The gate's function that the module itself has, or else its class; None if ungated."""
     own = vars(module)
     return own["_apply_gate"] if "_apply_gate" in own else getattr(type(module), "_apply_gate", None)
 
 
 def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
-    """An activation's own numbers by name, such as a slope. `training` is left out: `_try` looks at both modes."""
+    """An activation's own numbers by name, such as a slope. `training` is left out: `_try` computes in both modes."""
     if not isinstance(function, nn.Module):
         return ()
     kinds = (bool, int, float, str)
@@ -111,7 +111,7 @@ def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
 
 @constant_when_traced
 def _activation_at(address: int) -> Activation:
-    """The activation of the module at this address: PyTorch 2.11 passes no modules to what it runs while it traces.
+    """The activation of the module at this address. PyTorch 2.11 passes no modules to a function that a trace runs.
 
     The module is alive, and PyTorch guards the address, so that the graph is for this module alone.
     """
@@ -130,7 +130,7 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
 
     reason = "its gate is none of tilemoe's activations" if is_gated else "its activation is none of tilemoe's"
     try:
-        with _disable_current_modes():  # some have no values to try, and torch.export's puts them into its graph
+        with _disable_current_modes():  # fake tensors have no values to try, and torch.export would record the trial
             spec = recognised_activation(_in_both_modes(module, function), is_gated=is_gated, limit=limit, alpha=alpha)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise refusal(module, f"{reason}: trying it out failed with {error!r}") from error
@@ -141,7 +141,7 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
 
 
 def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``function`` of the module, computed in training and in evaluation. ValueError if the two differ."""
+    """``function`` of the module, computed in training and in evaluation mode. ValueError: the results differ."""
     inner = getattr(module, "act_fn", None)
     parts = [module, *(inner.modules() if isinstance(inner, nn.Module) else ())]
 

@@ -1,4 +1,4 @@
-"""What the trainer needs of a decoder, by transformers' own model over our experts, of which PEFT's adapters train.
+"""A decoder for the trainer, made of transformers' own model, tilemoe's experts and PEFT's adapters, which alone train.
 
 B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
@@ -31,26 +31,26 @@ from tilemoe.models.sums import SHARD_BYTES
 from tilemoe.runtime.random import uniform_
 
 _FLEX = "flex_attention"
-_MIXER = re.compile(r"attn|attention|mamba|mixer|conv")  # in the name of what mixes tokens in a layer
+_MIXER = re.compile(r"attn|attention|mamba|mixer|conv")  # in the name of a layer's token mixer
 _LINEAR = ("Linear", "Linear4bit")  # by the exact name: a subclass may have another forward
-# PEFT takes layers of these names for parts of stacked weights; an indexer, which chooses keys, has no gradient.
+# PEFT mistakes layers of these names for parts of stacked weights; an indexer, which chooses keys, has no gradient.
 _LEFT_OUT = re.compile(r"(gate_proj|up_proj|down_proj)$|indexer\b")
 _PROBE = 4  # tokens of a document
-_SAME = 0.01  # relative error of a probe's rows, which compute the same unless a document sees the one before it
+_SAME = 0.01  # relative error between a probe's rows, which are equal unless a document sees the one before it
 
 
 class HFDecoder(nn.Module):
-    """``peft``, a model of PEFT over one of transformers, with the methods of `DecoderLM` that training calls.
+    """``peft``, a PEFT model around a transformers model, with the methods of `DecoderLM` that training calls.
 
-    Its state dict is of what trains: the base stays in its folder. Made by `load_decoder`.
+    Its state dict has only the parameters that train: the base stays in its folder. `load_decoder` makes it.
     """
 
     def __init__(self, peft: Any, config: HFBase) -> None:
         super().__init__()
         self.peft, self.config = peft, config
         self.fuses_head = False  # see `_head_is_a_product`
-        # How documents of a sequence are kept apart: by the class, which looks at their positions, by masks that are
-        # given to it, too, or not, so that a row must hold one.
+        # How documents of a sequence are kept apart: by the class from their positions, by masks that it is also given,
+        # or not at all, so that each row must hold a single document.
         self.documents_by: Literal["positions", "masks", "rows"] = "rows"
         self._counts: dict[str, Tensor] = {}
         for name, module in integration.experts_modules(peft):
@@ -58,7 +58,7 @@ class HFDecoder(nn.Module):
 
     @property
     def model(self) -> Any:
-        """transformers' own, whose linear layers and experts PEFT has wrapped."""
+        """transformers' own model, whose linear layers and experts PEFT has wrapped."""
         return self.peft.get_base_model()
 
     @property
@@ -77,8 +77,8 @@ class HFDecoder(nn.Module):
         documents: Documents | None = None,
         token_mask: Tensor | None = None,
     ) -> LMOutput:
-        """As `DecoderLM`'s, without auxiliary loss and entropies. token_mask is not needed: labels say what is learnt,
-        and padding, whose experts are computed and counted, comes last or is a document.
+        """As `DecoderLM.forward`, without auxiliary loss and entropies. token_mask is ignored: labels say what is
+        learnt. Padding comes last or is a document; its experts are computed and counted.
         """
         self._counts.clear()
         model: Any = self.model
@@ -105,8 +105,8 @@ class HFDecoder(nn.Module):
 
     @without_cudnn()
     def next_logits(self, input_ids: Tensor, cache: list[Any]) -> Tensor:
-        """(B, V) logits of the token after the last of input_ids (B, S), which follow those of ``cache``, empty at
-        first; it gets them.
+        """(B, V) logits of the token after the last one of input_ids (B, S). The tokens follow those in ``cache``, at
+        first an empty list, and are added to it.
         """
         out = self.model(input_ids=input_ids, past_key_values=next(iter(cache), None), use_cache=True)
         cache[:] = [out.past_key_values]
@@ -125,8 +125,8 @@ class HFDecoder(nn.Module):
         generator: torch.Generator,
         num_ids: int,
     ) -> Tensor:
-        """As `tilemoe.models.generate.generate`, with transformers' own cache, and the class' own attention: for each
-        length flex attention would be compiled.
+        """As `tilemoe.models.generate.generate`, with transformers' own cache. Eager attention replaces flex attention,
+        which would be compiled for each length.
         """
         cache: list[Any] = []
         is_flex = self.model.config._attn_implementation == _FLEX
@@ -151,12 +151,12 @@ class HFDecoder(nn.Module):
         return found
 
     def save_adapters(self, folder: Path, base: str | None) -> None:
-        """Write PEFT's folder; ``base``: what it calls the model that the adapters go with."""
+        """Write PEFT's folder; ``base``: the base model's name in it, or None."""
         self.peft.peft_config["default"].base_model_name_or_path = base
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
     def save_merged(self, folder: Path) -> None:
-        """Write transformers' folder of the weights with the adapters in them."""
+        """Write transformers' folder of the weights with the adapters merged into them."""
         from tilemoe.integrations.quantized import dequantize_experts
 
         if getattr(self.model, "is_loaded_in_4bit", False):
@@ -167,21 +167,21 @@ class HFDecoder(nn.Module):
         self.peft.merge_and_unload().save_pretrained(folder, max_shard_size=SHARD_BYTES)
 
     def set_checkpointing(self, mode: str) -> None:
-        """As `DecoderLM`'s, but for "attention"."""
+        """As `DecoderLM.set_checkpointing`, but "attention" recomputes nothing."""
         if mode == "block":
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable`")  # has another name later
+                warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable`")  # to be renamed
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def require_documents_apart(self) -> None:
-        """ValueError: what a document of a packed sequence computes would depend on the one before it."""
+        """ValueError if the results for a document in a packed sequence would depend on the document before it."""
         if self.documents_by == "rows":
             raise ValueError(
                 f"{type(self.model).__name__} does not keep packed documents apart; use --data.packing one_document"
             )
 
     def _masks(self, documents: Documents) -> Any:
-        """transformers' masks of attention, by type of layer where there are several, in which documents are apart."""
+        """transformers' attention masks that keep documents apart, by layer type if the model has several types."""
         from transformers.masking_utils import create_masks_for_generate
 
         like = self.model.get_input_embeddings().weight.new_empty(*documents.positions.shape, 0)
@@ -214,14 +214,14 @@ def load_decoder(
     home: torch.device,
     generator: torch.Generator,
 ) -> HFDecoder:
-    """The base, frozen, in ``dtype``, its experts stored as ``storage`` says and other linear layers as ``linear``,
-    "dense" or "nf4", with adapters in fp32 in training mode.
+    """The base in ``dtype``, frozen, with fp32 adapters, in training mode. Its experts are stored as ``storage`` says,
+    its other linear layers as ``linear``, "dense" or "nf4".
 
-    It lies on ``home`` and will compute on ``device``; on the meta device no weight is read. Ranks, ``alpha`` and
-    ``modules`` as of `add_lora`. The adapters' values depend on the generator's state alone.
+    It lies on ``home`` and will compute on ``device``; if ``home`` is the meta device, no weight is read. Ranks,
+    ``alpha`` and ``modules`` are as for `add_lora`. The adapters' values depend on the generator's state alone.
 
-    ValueError: transformers or PEFT is missing, the class, its loss, experts, widths or storage are none that are
-    served, or a weight is missing or of another shape; one line.
+    ValueError, of one line: transformers or PEFT is missing; the class, its loss, experts, widths or storage are not
+    supported; or a weight is missing or of another shape.
     """
     options = options_of(base, storage, linear)
     if home.type == "meta":
@@ -230,7 +230,7 @@ def load_decoder(
         options["device_map"] = {"": str(home)}
     model = loaded(base, dtype, options)
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # by which bitsandbytes' layers only evaluate from then on
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # with it, bitsandbytes' layers could only evaluate
             module.support_avx512bf16_for_cpu = False
     decoder = _adapted(model, base, rank, attention_rank or rank, alpha, modules)
     for name, parameter in decoder.named_parameters():
@@ -244,12 +244,12 @@ def load_decoder(
                 break
             decoder.documents_by = "rows"
     if device.type == "cuda" and not model._supports_sdpa and model._supports_flex_attn:
-        model.set_attn_implementation(_FLEX)  # what the class has else takes S^2 numbers of each head
+        model.set_attn_implementation(_FLEX)  # the class' other attention stores S^2 numbers for each head
     return decoder
 
 
 def _unread(base: HFBase, storage: str, dtype: torch.dtype) -> Any:
-    """transformers' model on the meta device, if it can be loaded so. ValueError: see `load_decoder`."""
+    """transformers' model on the meta device, checked as for loading. ValueError: as for `load_decoder`."""
     config = config_of(base)
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
@@ -265,8 +265,8 @@ def _unread(base: HFBase, storage: str, dtype: torch.dtype) -> Any:
 
 
 def mixes_documents(base: HFBase) -> bool:
-    """Whether the class has layers that carry a state past the end of a document, as it says itself, or that choose
-    keys (DeepSeek's sparse attention), among which are other documents'.
+    """Whether the class has layers that carry a state past the end of a document, as it declares itself, or that
+    choose keys (DeepSeek's sparse attention) and may choose those of other documents.
     """
     config = config_of(base)
     text, is_stateful = config.get_text_config(), getattr(class_of(base, config), "_is_stateful", False)
@@ -278,7 +278,7 @@ def mixes_documents(base: HFBase) -> bool:
 def _adapted(
     model: Any, base: HFBase, rank: int, attention_rank: int, alpha: float, modules: Collection[str]
 ) -> HFDecoder:
-    """``model`` frozen, with adapters, whose first factors are still to be drawn."""
+    """``model`` frozen, with adapters, whose A factors the caller must still draw."""
     peft = require_peft()
     targets = _attention(model) if ATTENTION in modules else []
     settings = peft.LoraConfig(
@@ -288,17 +288,17 @@ def _adapted(
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # of transformers, for PEFT's authors
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # meant for PEFT's authors
         try:
             adapted = peft.get_peft_model(model, settings, low_cpu_mem_usage=model.device.type == "meta")
-        except ValueError as error:  # it does not adapt a module of the class
+        except ValueError as error:  # PEFT does not adapt a module of the class
             raise ValueError(f"{' '.join(str(error).split())}; here by --lora.modules experts") from error
-    integration.use(adapted)  # whose experts then read the adapters' factors
+    integration.use(adapted)  # its experts then read the adapters' factors
     return HFDecoder(adapted, base).train()
 
 
 def _attention(model: Any) -> list[str]:
-    """Suffixes of the names of the linear layers in attention, or in whatever mixes tokens."""
+    """Name suffixes of the linear layers in attention, or in another token mixer."""
     found: set[str] = set()
     for layer in model.base_model.layers:
         for name, mixer in layer.named_children():
@@ -311,7 +311,7 @@ def _attention(model: Any) -> list[str]:
 
 
 def _weights(model: nn.Module) -> list[str]:
-    """Suffixes of the names of the experts' weights."""
+    """Name suffixes of the experts' weights."""
     found = {
         f"{name.rpartition('.')[2]}.{weight}"
         for name, module in integration.experts_modules(model)
@@ -323,7 +323,7 @@ def _weights(model: nn.Module) -> list[str]:
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def _keeps_documents_apart(decoder: HFDecoder) -> bool:
-    """Whether a second document's logits are the same after another first one."""
+    """Whether a second document's logits stay the same when the first document changes."""
     device = decoder.model.get_input_embeddings().weight.device
     positions = torch.arange(_PROBE).repeat(2, 2)
     ids = positions % decoder.config.vocab_size

@@ -1,7 +1,7 @@
-"""A model of transformers' own class from a folder that anybody may have written.
+"""Load a model of transformers' own class from a folder that is not trusted.
 
-transformers is given settings and tensors, and opens no file: of a folder it would also take adapters, pickles and
-files elsewhere, and an attention by the name of a program on the hub.
+transformers is given settings and tensors, and opens no file itself. From a folder it would also load adapters, pickles
+and files outside of it, and run attention code that the folder names on the hub.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tilemoe.runtime.tensors import is_finite
 DENSE = "dense"
 _GENERATION_FILE = "generation_config.json"
 _MOST = 1000  # layers, or entries of a list in config.json
-_CALLS_PER_TENSOR, _MORE_CALLS = 20, 1000  # of torch's functions, to make the model: 5 for each were found
-_VALUES_PER_BYTE, _MORE_VALUES = 2, 1 << 28  # of weights in 4 bit, and of buffers that no file has
+_CALLS_PER_TENSOR, _MORE_CALLS = 20, 1000  # most calls of torch's functions to build a model; 5 per tensor were found
+_VALUES_PER_BYTE, _MORE_VALUES = 2, 1 << 28  # of 4-bit weights; in buffers, which no file has
 _NO_SETTINGS = (
     "attn_implementation",
     "experts_implementation",
@@ -41,7 +41,7 @@ _NO_SETTINGS = (
 
 @contextmanager
 def readable(base: HFBase, what: str = "it cannot be loaded") -> Iterator[None]:
-    """Whatever transformers raises at what the folder says is a ValueError of one line, but a lack of memory."""
+    """Turn what transformers raises about the folder into a ValueError of one line, except a lack of memory."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -51,7 +51,7 @@ def readable(base: HFBase, what: str = "it cannot be loaded") -> Iterator[None]:
 
 
 def config_of(base: HFBase) -> Any:
-    """transformers' settings. ValueError: it does not know the class, or settings are none of a model."""
+    """transformers' config object. ValueError: transformers does not know the class, or a setting is not a model's."""
     require_peft()
     from transformers import CONFIG_MAPPING
 
@@ -64,7 +64,7 @@ def config_of(base: HFBase) -> Any:
 
 
 def _check(settings: Mapping[str, Any], inside: str = "") -> None:
-    """ValueError: a setting is none of a model's, or counts more than any model has."""
+    """ValueError if a setting is not a model's, or counts more layers or entries than any model has."""
     for name, value in settings.items():
         if name.lstrip("_") in _NO_SETTINGS or (inside and name == "quantization_config"):
             raise ValueError(f"config.json: {inside}{name} is no setting of a model; remove it")
@@ -77,7 +77,7 @@ def _check(settings: Mapping[str, Any], inside: str = "") -> None:
 
 
 def class_of(base: HFBase, config: Any) -> Any:
-    """transformers' class of a causal language model. ValueError: there is none."""
+    """transformers' causal language model class for ``config``. ValueError: there is none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -86,7 +86,7 @@ def class_of(base: HFBase, config: Any) -> Any:
 
 
 class _Counted(TorchFunctionMode):
-    """ValueError once torch is called more often than ``most`` times."""
+    """Raises ValueError once torch's functions have been called more than ``most`` times."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Counted(TorchFunctionMode):
 
 
 def planned(base: HFBase, config: Any, dtype: torch.dtype, num_tensors: int) -> Any:
-    """The model on the meta device. ValueError: the files cannot hold it, so that no memory is taken for it."""
+    """The model on the meta device. ValueError: the files are too small for it, found before memory is taken."""
     kind, folder = class_of(base, config), Path(base.folder)
     most = _MORE_CALLS + _CALLS_PER_TENSOR * num_tensors
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -113,20 +113,20 @@ def planned(base: HFBase, config: Any, dtype: torch.dtype, num_tensors: int) -> 
 
 
 def slices_of(base: HFBase) -> dict[str, Any]:
-    """Tensors by name, which are read when sliced; they keep the files open. ValueError: as `opened`."""
+    """Tensors by name, which are read when sliced and keep the files open. ValueError: as for `opened`."""
     with opened(Path(base.folder), dtypes=None) as file_of:
         return {name: file.get_slice(name) for name, file in file_of.items()}
 
 
 def dtype_of(base: HFBase) -> torch.dtype:
-    """Of its weights, as config.json says, or one of the files."""
+    """The weights' dtype in config.json; if it has none, bf16 if any tensor of the files is bf16, else fp32."""
     in_bf16 = any(each.get_dtype() == "BF16" for each in slices_of(base).values())
     return config_of(base).dtype or (torch.bfloat16 if in_bf16 else torch.float32)
 
 
 def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """The model with the folder's weights, every one of which is finite. ValueError: one is missing or of another
-    shape, or as `planned`.
+    """The model with the folder's weights. ValueError: as for `planned`, or a weight is missing, of another shape or
+    not finite.
     """
     folder, config = Path(base.folder), config_of(base)
     kind, slices = class_of(base, config), slices_of(base)
@@ -159,7 +159,7 @@ def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:
 
 
 def options_of(base: HFBase, storage: str, linear: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`. ValueError: the folder's weights are stored otherwise."""
+    """Arguments of `from_pretrained` for this storage. ValueError: the folder stores its weights in another format."""
     require_peft()
     from transformers import BitsAndBytesConfig, Mxfp4Config
 
@@ -188,7 +188,7 @@ def options_of(base: HFBase, storage: str, linear: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _require_finite(model: nn.Module, base: HFBase) -> None:
-    """ValueError: a weight, or a scale of one in 4 bit, has a NaN or an infinity."""
+    """ValueError if a weight, or a scale of a 4-bit weight, has a NaN or an infinity."""
     for name, parameter in model.named_parameters():
         for tensor in parameter.tensors() if isinstance(parameter, FrozenWeight) else [parameter]:
             if tensor.is_floating_point() and not is_finite(tensor):

@@ -1,4 +1,4 @@
-"""Megatron Core's mixture-of-experts layers, computed by tilemoe; a layer spec chooses them, as Megatron's own are.
+"""Megatron Core's mixture-of-experts layers, computed by tilemoe; a layer spec chooses them, like Megatron's own.
 
     GPTModel(config, tilemoe_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False)), ...)
     --spec tilemoe.integrations.megatron gpt_spec
@@ -45,7 +45,7 @@ from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_rows, plan_topk
 
-# Settings that change what experts compute, or how their weights are laid out or divided, and that tilemoe lacks.
+# Settings that tilemoe lacks, and that change what experts compute, or how weights are laid out or sharded.
 _REFUSED = ("fp8", "fp4", "quant_recipe", "moe_apply_probs_on_input", "moe_mlp_glu_interleave_size", "moe_paged_stash",
             "moe_ncclep_zero_copy")  # fmt: skip
 _NOT_OFFLOADED = ("expert_fc1", "moe_act", "fused_group_mlp")  # parts of Transformer Engine's experts
@@ -55,14 +55,14 @@ _OF_MEGATRON = {
 
 
 class TileMoEExperts(MegatronModule):
-    """In place of ``SequentialMLP``: w1 (e, w, d), rows [gate; up], and w2 (e, d, n), drawn as it draws its weights.
-    With ``add_bias_linear`` b1 (e, w) and b2 (e, d), too.
+    """Replaces ``SequentialMLP``: w1 (e, w, d), rows [gate; up], and w2 (e, d, n), initialised as there.
+    With ``add_bias_linear`` also b1 (e, w) and b2 (e, d).
 
-    Where Megatron's DistributedDataParallel has given them ``main_grad``, their gradients go there: in fp32 the kernels
-    add to it, and no gradient in the weights' dtype is made.
+    Where Megatron's DistributedDataParallel has given w1 and w2 a ``main_grad``, their gradients go there. If it is
+    fp32, the wgrad kernels accumulate into it, and no gradient in the weights' dtype is made.
 
-    `state_dict` has the names of ``SequentialMLP``, and those of ``TEGroupedMLP`` are read too. Distributed checkpoints
-    are the same for all three.
+    `state_dict` has the names of ``SequentialMLP``; those of ``TEGroupedMLP`` can be loaded, too. Distributed
+    checkpoints are the same for all three.
 
     ValueError: the configuration asks for what tilemoe's experts do not compute.
     """
@@ -104,7 +104,7 @@ class TileMoEExperts(MegatronModule):
     def forward(self, x: Tensor, tokens_per_expert: Tensor | RoutingPlan, probs: Tensor) -> tuple[Tensor, None]:
         """x (R, d) sorted by expert, tokens_per_expert (e), probs (R) -> (R, d), every row times its probability.
 
-        From `LocalTokenDispatcher`: x (T, d), a plan of its tokens, probs (T, K) -> (T, d), summed over the experts.
+        With a `LocalTokenDispatcher`: x (T, d), a plan of its tokens, probs (T, K) -> (T, d), summed over the experts.
         """
         plan = tokens_per_expert
         if not isinstance(plan, RoutingPlan):
@@ -119,7 +119,7 @@ class TileMoEExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The shards of ``SequentialMLP``: w1 and w2 as factories of them, by which optimisers divide their states too.
+        """The shards of ``SequentialMLP``, each parameter a factory of them, which optimisers apply to their states.
 
         ValueError: ``metadata`` asks for a key per expert.
         """
@@ -142,7 +142,7 @@ class TileMoEExperts(MegatronModule):
                 (0, 0, groups.expt_dp.rank()),
             )
         for theirs in ("linear_fc1", "linear_fc2"):
-            for i, place in enumerate(places):  # which says nothing, but without it Megatron's experts refuse to load
+            for i, place in enumerate(places):  # an empty object; without it Megatron's experts refuse to load
                 sharded[f"{prefix}local_experts.{i}.{theirs}._extra_state"] = make_sharded_object_for_checkpoint(
                     None, f"{prefix}experts.{theirs}._extra_state", place, (0, tp[0], groups.expt_dp.rank())
                 )
@@ -157,7 +157,7 @@ class TileMoEExperts(MegatronModule):
                 destination[f"{prefix}local_experts.{i}.{_OF_MEGATRON[ours]}"] = each
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also reads names of ``SequentialMLP`` and of ``TEGroupedMLP``, whose ``_extra_state`` says nothing here."""
+        """Also accepts the names of ``SequentialMLP`` and ``TEGroupedMLP``; their ``_extra_state`` is dropped."""
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
             del state_dict[key]
         for ours, theirs in _OF_MEGATRON.items():
@@ -208,7 +208,7 @@ class TileMoELayer(MoELayer):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, *args, pg_collection=groups, **named)
         moves = groups.ep.size() * groups.expt_tp.size() > 1
-        # Megatron's dispatchers also start the shared experts, and fill experts up to a capacity.
+        # Megatron's dispatchers also start the shared experts, and pad experts to a capacity.
         if not (moves or config.moe_shared_expert_overlap or config.moe_pad_expert_input_to_capacity):
             self.token_dispatcher = LocalTokenDispatcher(config, groups)
 
@@ -216,9 +216,9 @@ class TileMoELayer(MoELayer):
 def tilemoe_spec(spec: Any) -> Any:
     """A copy of a Megatron spec (of a layer, a block, a stack or their submodules) with tilemoe's MoE layers.
 
-    Attention, norms, routers, shared experts and dense layers stay what the spec says.
+    Attention, norms, routers, shared experts and dense layers stay as the spec has them.
 
-    ValueError: there is no MoE layer in the spec, and no pipeline whose other stages may have them.
+    ValueError: the spec has no MoE layer, and there are no other pipeline stages, which might have one.
     """
     found = _with_our_layers(spec)
     is_initialized = parallel_state.model_parallel_is_initialized()
@@ -229,7 +229,7 @@ def tilemoe_spec(spec: Any) -> Any:
 
 
 def gpt_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The decoder's spec for ``--spec tilemoe.integrations.megatron gpt_spec``; config: of the model or transformer."""
+    """The decoder's spec for ``--spec tilemoe.integrations.megatron gpt_spec``; config: a model's or transformer's."""
     config = getattr(config, "transformer", config)
     return tilemoe_spec(
         get_gpt_decoder_block_spec(
@@ -243,10 +243,10 @@ def gpt_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """Identity whose backward makes ``main_grad`` the ``.grad`` of the weights, just before the experts add to it.
+    """Identity whose backward sets the weights' ``.grad`` to ``main_grad``, just before the experts' backward.
 
-    Earlier would not do: the hook of Megatron's DistributedDataParallel resets ``.grad`` after every micro-batch, and
-    pipelines run several forwards before it. ``grad_added_to_main_grad`` tells the hook that nothing is to be added.
+    Not earlier, because the hook of Megatron's DistributedDataParallel resets ``.grad`` after every micro-batch, and
+    pipelines run several forwards before that. ``grad_added_to_main_grad`` tells the hook that it has nothing to add.
     """
 
     @staticmethod
@@ -263,7 +263,7 @@ class _IntoMainGrad(torch.autograd.Function):
 
 
 def _with_our_layers(spec: Any) -> Any:
-    """``spec`` itself if it has no MoE layer of Megatron's."""
+    """A copy of ``spec`` with tilemoe's MoE layers, or ``spec`` itself if it has no MoE layer of Megatron's."""
     if isinstance(spec, partial) and spec.func is MoELayer:
         ours = replace(spec.keywords["submodules"], experts=TileMoEExperts)
         return partial(TileMoELayer, *spec.args, **{**spec.keywords, "submodules": ours})
@@ -280,7 +280,7 @@ def _with_our_layers(spec: Any) -> Any:
 
 
 def _options_of(config: Any) -> dict[str, Any]:
-    """The arguments of `tilemoe.moe` for the activation of a TransformerConfig; ValueError: it has none of ours."""
+    """The arguments of `tilemoe.moe` for a TransformerConfig's activation. ValueError: tilemoe lacks the activation."""
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     gated = {nn.functional.silu: "swiglu", nn.functional.gelu: "geglu"}
     ungated = {
@@ -311,7 +311,7 @@ def _options_of(config: Any) -> dict[str, Any]:
 
 
 def _stacked_parameter(weights: list[nn.Parameter]) -> nn.Parameter:
-    """(e, p, q) of e weights (p, q), or (e, p) of biases (p), with the marks that tell Megatron how to reduce it."""
+    """One parameter (e, p, q) of e weights (p, q), or (e, p) of biases (p), with the attributes that Megatron reads."""
     stacked = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
     marks = dict(vars(weights[0]))
     if marks.get("partition_dim", -1) >= 0:
@@ -330,10 +330,10 @@ def _shards_of_experts(
     replica_id: Any,
     flattened_range: slice | None,
 ) -> list[list[ShardedTensor]]:
-    """The shards, of every expert and of gate and up, of a weight (e, p, q) that tensor parallelism cuts along p or q.
+    """The shards of a weight (e, p, q), or of biases (e, p): [expert][half], where halves are gate and up, or only one.
 
-    places: each expert's offsets in front of p and q. tp: (rank, size) of its group; gate and up are each cut by it.
-    Of biases (e, p) too, which Megatron does not cut.
+    places: each expert's offsets ahead of p and q. axis: p (0) or q (1), along which tensor parallelism splits each
+    half. tp: rank and size of its group; with biases Megatron allows only size 1.
     """
     if flattened_range is not None:
         raise ValueError("the distributed optimiser's checkpoints must be fully_reshardable or dp_reshardable")
@@ -355,5 +355,5 @@ def _shards_of_experts(
 
 
 def _stacked(shards: list[list[Tensor]]) -> Tensor:
-    """What `_shards_of_experts` divided, after loading."""
+    """The weight (e, p, q), assembled after loading from the shards of `_shards_of_experts`."""
     return torch.stack([torch.cat(halves) for halves in shards])

@@ -1,10 +1,10 @@
-"""Save and load a model's adapters in PEFT's format, named as for transformers' model of the same base.
+"""Save and load a model's adapters in PEFT's format, under the names that transformers' model of the same base has.
 
 d hidden_size · n intermediate_size · E experts · r rank · w = 2n
 
-PEFT's `ParamWrapper` adapts a stacked parameter (E, o, i) by ``lora_A`` (E r, i), whose rows lie expert by expert, and
-``lora_B`` (o, r E), whose columns lie rank by rank, the experts of each in a row. It wraps a module once for each such
-parameter: down_proj's wrapper is around gate_up_proj's.
+PEFT's `ParamWrapper` adapts a stacked parameter (E, o, i) by ``lora_A`` (E r, i), whose rows are ordered by expert, and
+``lora_B`` (o, r E), whose columns are ordered by rank, and within a rank by expert. Each such parameter has a wrapper:
+down_proj's encloses gate_up_proj's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tilemoe.runtime.tensors import is_finite
 
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every name in PEFT's file
-# Experts' adapters: ours, of which weight they are, and where PEFT's wrapper of that weight lies.
+# Experts' adapters: our name, our name of the weight, and the path of PEFT's wrapper of that weight.
 _OF_EXPERTS = (("up", "w1", ".base_layer"), ("down", "w2", ""))
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# Of a router and of the norms; the last are those whose names end so.
+# PEFT's modules_to_save for the router, and for the norms: a module is meant if its name ends so.
 _ROUTER, _NORMS = ["mlp.gate"], ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "model.norm"]
-# Of adapter_config.json: what is read, and what changes nothing that is computed (dropout while PEFT trains alone).
+# Settings of adapter_config.json that are read, and those that change no result (dropout acts only as PEFT trains).
 _READ = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters", "modules_to_save",
     "init_lora_weights",
@@ -50,14 +50,14 @@ _UNREAD = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout",
 })  # fmt: skip
-_INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other ways to begin change the base, too
-_PATTERN = re.compile(r"(?!(.*\*){3})[\w.*\\^]{1,200}")  # what PEFT takes for a regular expression, and ends soon
+_INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other initialisations change the base, too
+_PATTERN = re.compile(r"(?!(.*\*){3})[\w.*\\^]{1,200}")  # regular expressions of PEFT's that are quick to match
 _MOST_PATTERNS = 256
 _INSTALL = "pip install 'tilemoe[lora]'"
 
 
 def require_peft() -> ModuleType:
-    """The package. ValueError: it, or transformers, is not installed."""
+    """The package ``peft``. ValueError: peft or transformers is not installed."""
     try:
         import peft
         import transformers  # noqa: F401  (which PEFT brings along, unless somebody took it away)
@@ -67,7 +67,7 @@ def require_peft() -> ModuleType:
 
 
 def lora_ranks(rank: int, alpha: float, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Of PEFT's LoraConfig: ``rank``, but of modules with these names ``ranks``, all scaled by ``alpha / rank``."""
+    """Arguments of PEFT's LoraConfig: ``ranks`` by module, ``rank`` for the others, all scaled by ``alpha / rank``."""
 
     def number(value: float) -> float:
         return int(value) if value == int(value) else value
@@ -78,14 +78,14 @@ def lora_ranks(rank: int, alpha: float, ranks: Mapping[str, int]) -> dict[str, A
 
 
 def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors into ``folder``, which is there.
+    """Write adapter_config.json and adapter_model.safetensors into the existing ``folder``.
 
-    Routers and norms that require gradients are written whole, as PEFT's ``modules_to_save``. ``base``: what
-    adapter_config.json calls the model that the adapters go with, None where it has no name.
+    Routers and norms that require gradients are written whole, as PEFT's ``modules_to_save``. ``base``: the name that
+    adapter_config.json gives for the base model; None: no name.
 
     Raises:
-        ValueError: peft is not installed, there is no such folder, the model has no adapters, or (as `hf_config_dict`)
-            transformers has no place for it.
+        ValueError: peft is not installed, there is no such folder, the model has no adapters, or no model of
+            transformers can express it (see `hf_config_dict`).
 
     Examples:
         >>> from tilemoe.integrations.peft import save_adapter
@@ -110,7 +110,7 @@ def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = Non
     settings.base_model_name_or_path = base
     tensors = {link.theirs: link.in_their_order(model.get_parameter(link.ours).detach()) for link in _links(model)}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS_FILE, {"format": "pt"})
-    (path / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it its owner's alone
+    (path / WEIGHTS_FILE).chmod(0o644)  # safetensors creates it for its owner only
     settings.save_pretrained(path)
 
 
@@ -118,14 +118,14 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
     """Load the adapters of ``folder``, saved by PEFT on transformers' model of the same base or by `save_adapter`.
 
     A model without adapters is frozen and gets them, in the folder's dtype. If it has adapters already, for example on
-    experts in NF4, they must be the same. Whole routers and norms in the folder replace the model's and train.
-    The name of the base and ``lora_dropout`` are not read. Weights are read from safetensors alone, and the files of an
-    export are compared to its checksums.
+    experts in NF4, their modules, ranks and alpha must be the same. Routers and norms that the folder has whole replace
+    the model's and become trainable. The name of the base and ``lora_dropout`` are ignored. Weights are read only from
+    safetensors, and the files of an export are compared to its checksums.
 
     Raises:
-        ValueError: peft is not installed, a file is missing or damaged, transformers has no place for the model, the
-            adapters are of a kind, on modules, of a rank or of shapes that the model has not, or the model is without
-            memory or shared by processes. Then it is as it was.
+        ValueError: peft is not installed, a file is missing or damaged, no model of transformers can express the model,
+            the model does not take adapters of this kind, rank or shape or on these modules, or it is on the meta
+            device or sharded. The model is then unchanged.
 
     Examples:
         >>> from tilemoe.integrations.peft import load_adapter, save_adapter
@@ -185,7 +185,7 @@ def _described(model: DecoderLM) -> str:
 
 
 def _settings(model: DecoderLM, peft: ModuleType) -> Any:
-    """PEFT's settings of the adapters that ``model`` has."""
+    """PEFT's LoraConfig for the adapters of ``model``. ValueError: it has none."""
     if not adapted_modules(model):
         raise ValueError("the model has no adapters; write its weights instead")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -209,7 +209,7 @@ def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
     """
     settings = _read_settings(path, peft)
     parameters = settings["target_parameters"]
-    if isinstance(parameters, list):  # PEFT takes the end of a name, too
+    if isinstance(parameters, list):  # PEFT also accepts the end of a name
         ends = {name.split(".", cut)[cut]: name for name in _PARAMETERS for cut in range(3)}
         settings["target_parameters"] = [ends.get(each, each) if isinstance(each, str) else each for each in parameters]
     modules = [ATTENTION] if _named(path, settings, "target_modules", [_PROJECTIONS]) else []
@@ -240,7 +240,7 @@ def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
 
 
 def _size_of(settings: dict[str, Any], kind: str, model: DecoderLM) -> tuple[Any, Any]:
-    """Rank and alpha that the settings give what `add_lora` calls ``kind``. ValueError: several, or none."""
+    """(rank, alpha) in the settings for modules of this `add_lora` kind. ValueError: they differ, or are invalid."""
     from peft.utils.other import get_pattern_key
 
     ends = _PARAMETERS if kind == EXPERTS else [f"self_attn.{name}" for name in _PROJECTIONS]
@@ -263,7 +263,7 @@ def _size_of(settings: dict[str, Any], kind: str, model: DecoderLM) -> tuple[Any
 
 
 def _read_settings(path: Path, peft: ModuleType) -> dict[str, Any]:
-    """The settings in an adapter_config.json, PEFT's defaults where it has none; ValueError as `_asked`."""
+    """The settings in an adapter_config.json, with PEFT's defaults for missing ones. ValueError: as for `_asked`."""
     found = read_settings(path, "a folder that PEFT saved")
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a table of settings, got {shown(found)}; give a folder that PEFT saved")
@@ -281,7 +281,7 @@ def _read_settings(path: Path, peft: ModuleType) -> dict[str, Any]:
 
 
 def _named(path: Path, settings: dict[str, Any], name: str, groups: list[list[str]]) -> set[str]:
-    """What the setting lists, whole ``groups`` or nothing; ValueError where it is anything else."""
+    """The names that the setting lists. ValueError: they are not all names of none, some or all ``groups``."""
     value = [] if settings[name] is None else settings[name]
     found = set(map(str, value)) if isinstance(value, list) else {None}
     whole = [group for group in groups if found.issuperset(group)]
@@ -292,7 +292,7 @@ def _named(path: Path, settings: dict[str, Any], name: str, groups: list[list[st
 
 
 def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The file's tensors, of these names and shapes; ValueError where it has others or cannot be read."""
+    """The file's tensors. ValueError: they have other names or ``shapes``, are not finite, or cannot be read."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; let PEFT save safetensors, nothing else is read")
     try:
@@ -314,14 +314,14 @@ def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
 
 
 class _Link(NamedTuple):
-    """One of our parameters and, in another order, a tensor of PEFT's file, by their names."""
+    """The names of one of our parameters and of the tensor in PEFT's file that has its values in another order."""
 
     ours: str
     theirs: str
-    of_weight: list[Piece] | None = None  # of b (E, o, r) of experts: how the rows o lie in the weight
+    of_weight: list[Piece] | None = None  # for b (E, o, r) of experts alone: how the weight orders the rows o
 
     def in_their_order(self, ours: Tensor) -> Tensor:
-        """A matrix as it is, a (E, r, i) -> (E r, i), b (E, o, r) -> (o, r E) with gate's rows before up's."""
+        """``ours`` for PEFT: a matrix as is, a (E, r, i) -> (E r, i), b (E, o, r) -> (o, r E), gate before up rows."""
         if self.of_weight is None:
             return ours.flatten(0, -2) if ours.ndim == 3 else ours
         rows = torch.empty_like(ours)
@@ -342,7 +342,7 @@ class _Link(NamedTuple):
 
 
 def _links(model: DecoderLM) -> Iterator[_Link]:
-    """The adapters, and what else is trained. ValueError: transformers has no place for the model."""
+    """The links of all adapters and other trained parameters. ValueError: as for `hf_config_dict`."""
     hf_config_dict(model.config)
     stacked = {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(model.config.num_layers)}
     pieces_of: dict[str, list[Piece]] = {}

@@ -1,10 +1,10 @@
-"""transformers' quantizer "tilemoe": `from_pretrained` stores experts in 4 bit as it reads them, and loads them so.
+"""transformers' quantizer "tilemoe": `from_pretrained` quantises experts to 4 bit while reading, or reads 4-bit ones.
 
 E experts · p, q the last two dimensions of a weight, as its module has it
 
-Each layer's weights are merged by transformers' own converters, quantised, and freed before those of the next are read.
-In a folder a weight ``down_proj`` in NF4 is the tensors ``down_proj_codes`` and ``down_proj_absmax``; in MXFP4 it is
-``down_proj_blocks`` and ``down_proj_scales``, as in gpt-oss's own folders, which are read without being dequantised.
+Each layer's weights are merged by transformers' own converters, quantised, and freed before the next layer is read.
+A folder stores a weight ``down_proj`` in NF4 as the tensors ``down_proj_codes`` and ``down_proj_absmax``, and in MXFP4
+as ``down_proj_blocks`` and ``down_proj_scales``. So do gpt-oss's own folders, which are read without dequantising.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel 
 class TilemoeConfig(QuantizationConfigMixin):
     """``quantization_config=`` of `from_pretrained`: experts in 4 bit, computed by tilemoe.
 
-    ``experts``: "nf4", "nf4_double", with scales of scales, or "mxfp4", which reads gpt-oss's own folders, too.
-    ``linear``: transformers' BitsAndBytesConfig(load_in_4bit=True, ...), or its dict, for the
-    linear layers beside the experts (attention, dense and shared experts); None leaves them as they are. The head and
-    routers always stay. Making one registers the quantizer.
+    ``experts``: "nf4"; "nf4_double", whose scales are quantised, too; or "mxfp4", which also reads gpt-oss's own
+    folders. ``linear``: transformers' BitsAndBytesConfig(load_in_4bit=True, ...), or its dict, for the linear layers
+    beside the experts (attention, dense and shared experts); None leaves them as they are. The head and the routers
+    always stay as they are. The constructor registers the quantizer.
 
     Raises:
-        ValueError: ``experts`` is none of these, ``linear`` is another kind of setting, or there is an argument more.
+        ValueError: ``experts`` is none of these, ``linear`` is another kind of setting, or another argument is given.
 
     Examples:
         >>> from tilemoe.integrations.quantized import TilemoeConfig
@@ -63,7 +63,7 @@ class TilemoeConfig(QuantizationConfigMixin):
         return super().__new__(_OfMxfp4 if experts == Mxfp4Weight.name else cls)
 
     def __init__(self, experts: str = "nf4", linear: Any = None, **more: Any) -> None:
-        more.pop("quant_method", None)  # of a saved one
+        more.pop("quant_method", None)  # a saved config has it
         if more:
             raise ValueError(f"TilemoeConfig takes experts and linear, got {shown(next(iter(more)))} too; leave it out")
         require_choice("experts", experts, tuple(STORAGES))
@@ -80,9 +80,9 @@ class TilemoeConfig(QuantizationConfigMixin):
 
 
 class _OfMxfp4(TilemoeConfig, Mxfp4Config):
-    """A `TilemoeConfig` for gpt-oss's own folders, which say that they are in MXFP4. transformers compares the names of
-    the two classes, so this one has the name of its own. It then copies the attributes below, and our quantizer reads
-    the weights.
+    """A `TilemoeConfig` for gpt-oss's own folders, whose config.json says MXFP4. transformers compares the class names
+    of the given and the stored configuration, so this class takes the name Mxfp4Config. transformers then copies the
+    attributes below, and our quantizer reads the weights.
     """
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def unregister_quantizer() -> None:
 def quantize_experts(model: nn.Module, storage: str = "nf4") -> int:
     """Store the experts of ``model`` in 4 bit, in place and frozen; returns the number of its MoE layers.
 
-    ``model`` is one of transformers, bare or wrapped by PEFT, on any device. Its experts are computed by tilemoe from
-    then on (`tilemoe.integrations.transformers.use`). Weights are quantised one after the other, so that beside the
-    model there is never more than one of them. The model saves and loads as one that `from_pretrained` quantised.
+    ``model`` is a transformers model, bare or wrapped by PEFT, on any device. From then on tilemoe computes its experts
+    (`tilemoe.integrations.transformers.use`). Weights are quantised one at a time, so that memory holds at most one
+    besides the model. The model then saves and loads like one that `from_pretrained` quantised.
 
     Raises:
-        ValueError: as `use`; or ``storage`` is none, the experts cannot be stored so (widths, fp64), or are stored so
-            already, or are shared by processes or trained in full. Then the model is as it was.
+        ValueError: as for `use`; or ``storage`` is no format, or the experts have widths or a dtype (fp64) that it does
+            not take, are in 4 bit already, are sharded, or are trained in full. The model is then unchanged.
 
     Examples:
         >>> from tilemoe.integrations.quantized import quantize_experts
@@ -143,10 +143,10 @@ def quantize_experts(model: nn.Module, storage: str = "nf4") -> int:
 
 
 def dequantize_experts(model: nn.Module) -> int:
-    """Make the experts of ``model`` that are in 4 bit plain parameters of their dtype again, in place.
+    """Turn the 4-bit experts of ``model`` back into plain parameters of their dtype, in place.
 
-    They stay frozen. Returns the number of weights. Adapters of PEFT stay as they are; ``model.merge_and_unload()``
-    merges them then.
+    They stay frozen. Returns the number of weights. PEFT's adapters stay as they are, and
+    ``model.merge_and_unload()`` can then merge them.
 
     Examples:
         >>> from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
@@ -164,17 +164,17 @@ def dequantize_experts(model: nn.Module) -> int:
 
 
 class TilemoeQuantizer(HfQuantizer):
-    """Stores experts, and by bitsandbytes linear layers, as a `TilemoeConfig` says."""
+    """Quantises experts, and through bitsandbytes linear layers, as a `TilemoeConfig` says."""
 
     quantization_config: TilemoeConfig
 
     def __init__(self, quantization_config: TilemoeConfig, **kwargs: Any) -> None:
-        linear = copy.deepcopy(quantization_config.linear)  # what a model adds to it is for that model alone
+        linear = copy.deepcopy(quantization_config.linear)  # each model adds its own modules to skip
         super().__init__(TilemoeConfig(quantization_config.experts, linear), **kwargs)
         self.linear = None if linear is None else Bnb4BitHfQuantizer(linear, **kwargs)
-        # A folder of gpt-oss's own has experts in 4 bit and plain linear layers, which are quantised after loading.
+        # gpt-oss's own folders have 4-bit experts, but plain linear layers; those are quantised after loading.
         self.linear_at_once = self.linear if isinstance(quantization_config, TilemoeConfig) else None
-        self.serialized_names: dict[str, list[str]] = {}  # of experts, as soon as the model is known
+        self.serialized_names: dict[str, list[str]] = {}  # of the experts' weights; filled before weights are loaded
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         devices = kwargs.get("device_map")
@@ -194,7 +194,7 @@ class TilemoeQuantizer(HfQuantizer):
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         if _is_of_experts(model, param_name):
-            return 0.5625  # NF4's 4 bits, and 4 bytes for 64 values; the others take less
+            return 0.5625  # bytes: NF4's 4 bits, and a 4-byte scale for 64 values; the other formats take less
         linear = self.linear_at_once
         return param.element_size() if linear is None else linear.param_element_size(model, param_name, param)
 
@@ -217,7 +217,7 @@ class TilemoeQuantizer(HfQuantizer):
         return _Quantize(self)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Of a model that was saved in 4 bit."""
+        """The converters that read a model saved in 4 bit; none for another model."""
         if not self.pre_quantized:
             return []
         ours = [WeightConverter(names, param, [_Join(self)]) for param, names in self.serialized_names.items()]
@@ -233,7 +233,7 @@ class TilemoeQuantizer(HfQuantizer):
         if self.linear is not None and self.linear_at_once is None:
             _quantize_linear(model, self.linear)
         vars(model)[_IGNORED] = _left_out_of_ddp(model)
-        vars(model)["is_loaded_in_4bit"] = self.linear is not None  # of bitsandbytes, which transformers imports then
+        vars(model)["is_loaded_in_4bit"] = self.linear is not None  # by bitsandbytes: transformers imports it then
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
@@ -256,7 +256,7 @@ class TilemoeQuantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
-    """Stores a merged weight (E, p, q), or gives bitsandbytes what is not an expert's."""
+    """Quantises an expert weight (E, p, q) after merging, and passes other weights to bitsandbytes."""
 
     def __init__(self, quantizer: TilemoeQuantizer) -> None:
         self.hf_quantizer = quantizer
@@ -275,7 +275,7 @@ class _Quantize(ConversionOps):
 
 
 class _Join(ConversionOps):
-    """Makes a weight of the tensors that it was saved as."""
+    """Assembles a 4-bit weight from the tensors that it was saved as."""
 
     def __init__(self, quantizer: TilemoeQuantizer) -> None:
         self.hf_quantizer = quantizer
@@ -302,7 +302,7 @@ def _is_of_experts(model: nn.Module, name: str) -> bool:
 
 
 def _routers(model: nn.Module) -> set[str]:
-    """The names of the linear layers beside experts that have an output for each."""
+    """The names of the routers: the linear layers in the experts' blocks that have one output per expert."""
     found = set()
     for name, module in experts_modules(model):
         block, experts = name.rpartition(".")[0], module.get_parameter(weight_names(module)[1]).shape[0]
@@ -313,7 +313,7 @@ def _routers(model: nn.Module) -> set[str]:
 
 
 def _left_out_of_ddp(model: nn.Module) -> list[str]:
-    """The names of the weights in 4 bit, bare and as PEFT wraps them; DistributedDataParallel would broadcast them."""
+    """The names of the 4-bit weights, bare and wrapped by PEFT, which DistributedDataParallel must not broadcast."""
     found = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, FrozenWeight):
@@ -324,7 +324,7 @@ def _left_out_of_ddp(model: nn.Module) -> list[str]:
 
 
 def _quantize_linear(model: nn.Module, quantizer: Bnb4BitHfQuantizer) -> None:
-    """Have bitsandbytes store the linear layers of a model that is loaded."""
+    """Have bitsandbytes quantise the linear layers of a model whose weights are loaded already."""
     plain = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     quantizer._process_model_before_weight_loading(model, device_map=None)
     for name, module in plain.items():
@@ -336,7 +336,7 @@ def _quantize_linear(model: nn.Module, quantizer: Bnb4BitHfQuantizer) -> None:
 
 
 def _mark_quantized(model: nn.Module, storage: str) -> None:
-    """Make the models of transformers in ``model`` ones that this quantizer loaded: they save and train as such."""
+    """Mark the transformers models in ``model`` as loaded by this quantizer, so that they save and train as such."""
     for owner in hf_models(model):
         kind = getattr(vars(owner).get("hf_quantizer"), "quantization_config", None)
         quantizer = TilemoeQuantizer(TilemoeConfig(storage, kind if isinstance(kind, BitsAndBytesConfig) else None))
@@ -345,9 +345,9 @@ def _mark_quantized(model: nn.Module, storage: str) -> None:
 
 
 def _mark_dequantized(model: nn.Module) -> None:
-    """Undo `_mark_quantized`: what is left in 4 bit is bitsandbytes' alone, and experts are saved under plain names."""
+    """Undo `_mark_quantized`: only bitsandbytes' layers are left in 4 bit, and experts are saved under plain names."""
     for owner in hf_models(model):
-        if conversions := getattr(owner, "_weight_conversions", None):  # of loading, which saving would revert
+        if conversions := getattr(owner, "_weight_conversions", None):  # made in loading; saving would reverse them
             plain = [each for each in conversions if not any(map(_is_of_4_bit, getattr(each, "operations", ())))]
             owner._weight_conversions = plain
         quantizer = vars(owner).get("hf_quantizer")

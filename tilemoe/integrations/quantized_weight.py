@@ -1,12 +1,11 @@
-"""A weight of transformers' experts that is stored in 4 bit, with what PEFT's adapters add to it.
+"""An expert weight of a transformers model, stored in 4 bit, with the low-rank product that PEFT's adapters add to it.
 
 d hidden_size · n intermediate_size · E experts · p, q the last two dimensions of a weight, as its module has it
 r rank of an adapter
 
 A `FrozenWeight` takes the place of a stacked parameter (E, p, q) under its name, with its shape and dtype, so that
-transformers and PEFT treat it as the frozen weight that it stands for. What PEFT would add to it,
-``W + scale left right``, stays apart: `tilemoe.ops.lora.moe_lora` multiplies by ``left`` and ``right``, and no weight
-is ever made whole.
+transformers and PEFT treat it as that frozen weight. Where PEFT would compute ``W + scale left right``, it keeps the
+factors instead: `tilemoe.ops.lora.moe_lora` multiplies by ``left`` and ``right``, and the sum is never materialised.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.ops.lora import Adapters
 
 _MXFP4 = Mxfp4Weight.name
-_RANK_MULTIPLE = 8  # that kernels on a GPU take
+_RANK_MULTIPLE = 8  # GPU kernels take ranks that are multiples of it
 _INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
 
 
-UNCOMPILED = "_tilemoe_uncompiled"  # attribute of an experts module that torch.compile leaves alone
+UNCOMPILED = "_tilemoe_uncompiled"  # attribute of an experts module that torch.compile must not trace
 
 
 class LowRank(NamedTuple):
-    """``scale left right`` of left (E, p, r) and right (E, r, q)."""
+    """The product ``scale left right``, as its factors left (E, p, r) and right (E, r, q)."""
 
     left: Tensor
     right: Tensor
@@ -43,9 +42,9 @@ class LowRank(NamedTuple):
 
 
 class FrozenWeight(Tensor):
-    """A frozen weight (E, p, q) of ``dtype``, and what adapters add to it, if anything.
+    """A frozen weight (E, p, q) of ``dtype``, and the product that adapters add to it, if any.
 
-    It is stored in 4 bit; one that is a parameter of no module, and is there for its adapters, may be plain.
+    ``stored`` is in 4 bit; only in a temporary weight, which is no module's parameter, it may be a plain tensor.
     """
 
     stored: Weight
@@ -60,7 +59,7 @@ class FrozenWeight(Tensor):
         *,
         requires_grad: bool = False,
     ) -> FrozenWeight:
-        if isinstance(stored, FrozenWeight):  # as accelerate makes a parameter again of what it had offloaded
+        if isinstance(stored, FrozenWeight):  # accelerate calls so to rebuild a parameter that it had offloaded
             return nn.Parameter(stored, requires_grad)  # type: ignore[return-value]
         device = (stored if isinstance(stored, Tensor) else stored.codes).device
         made: FrozenWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=device)
@@ -69,25 +68,25 @@ class FrozenWeight(Tensor):
 
     @property
     def packed(self) -> PackedWeight:
-        """What a parameter is stored as."""
+        """The 4-bit storage of a parameter."""
         assert isinstance(self.stored, PackedWeight), "a parameter"
         return self.stored
 
     def tensors(self) -> list[Tensor]:
-        """What it consists of, codes first."""
+        """The tensors that it is stored as, codes first."""
         return list(self.packed.tensors.values())
 
     def mapped(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FrozenWeight:
-        """Of what ``function`` makes of its tensors."""
+        """A new weight of ``function`` applied to each of its tensors, without adapters."""
         return FrozenWeight(type(self.packed)(*map(function, self.tensors())), dtype or self.dtype)
 
     def transpose(self, first: int, second: int) -> FrozenWeight:
-        """(E, q, p), not a parameter."""
+        """The weight as (E, q, p), which is not a parameter."""
         added = self.added and LowRank(self.added.right.mT, self.added.left.mT, self.added.scale)
         return FrozenWeight(self.stored.transpose(first, second), self.dtype, added)
 
     def with_product(self, more: LowRank) -> FrozenWeight:
-        """With ``more`` added to what is: adapters beside each other are one of their summed rank."""
+        """The weight with ``more`` added; two products are joined to one of their summed rank."""
         if self.added is not None:
             (one, other), scale = _of_one_scale(self.added, more)
             more = LowRank(torch.cat((one, other), 2), torch.cat((self.added.right, more.right), 1), scale)
@@ -95,7 +94,7 @@ class FrozenWeight(Tensor):
 
     @torch.no_grad()
     def dense(self) -> Tensor:
-        """(E, p, q) in its dtype, one expert at a time, without what an adapter adds."""
+        """The dequantised weight (E, p, q) in its dtype, without adapters; works on one expert at a time."""
         dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for expert, matrix in enumerate(dense):
             matrix.copy_(self.packed.expert(expert, self.dtype))
@@ -104,16 +103,16 @@ class FrozenWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What FSDP2 gathers along the experts: the tensors as they are stored, whatever mixed precision says."""
+        """The tensors that FSDP2 all-gathers along the experts: as stored, whatever the mixed-precision policy says."""
         if outer_size[0] % mesh.size():
             raise ValueError(f"{outer_size[0]} experts in 4 bit cannot be shared evenly by {mesh.size()} processes")
         tensors = tuple(t if t.is_contiguous() else t.mT for t in self.tensors())
-        return tensors if mesh.size() > 1 else tensors[:1], None  # alone FSDP2 looks at no more than one
+        return tensors if mesh.size() > 1 else tensors[:1], None  # with one process FSDP2 looks at a single tensor
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[FrozenWeight, tuple[()]] | None:
-        """The whole weight, of views of what was gathered, which FSDP2 frees and fills again."""
+        """The whole weight, as views of the gathered tensors, which FSDP2 frees and refills; None if given ``out``."""
         if out is not None:
             return None
         if len(gathered) < len(self.tensors()):  # this process is alone
@@ -123,7 +122,7 @@ class FrozenWeight(Tensor):
         return FrozenWeight(type(self.packed)(*whole), param_dtype), ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a call of `loaded`, which `torch.load` makes with its default ``weights_only``, too."""
+        """Pickles a call of `loaded`, which `torch.load` allows even with its default ``weights_only=True``."""
         parts = saved(self)
         of_format = [name for name, each in STORAGES.items() if isinstance(self.packed, each.weight)]
         storage = next(name for name in of_format if len(saved_names(name)) == len(parts))
@@ -134,23 +133,23 @@ class FrozenWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.baddbmm:  # PEFT's ``W + scale left right``; here, above autograd, which must see both
+        if func is torch.baddbmm:  # PEFT's ``W + scale left right``; caught here so that autograd sees both factors
             weight, left, right = args
             return weight.with_product(LowRank(left, right, kwargs["alpha"]))
-        if func is Tensor.numpy:  # TRL hashes a reference model so
+        if func is Tensor.numpy:  # TRL calls it to hash a reference model
             return args[0].dense().numpy()
-        if func is Tensor.element_size:  # a fraction of a byte, by which transformers tells what a model takes
+        if func is Tensor.element_size:  # a fraction of a byte; transformers computes a model's memory from it
             return sum(tensor.nbytes for tensor in args[0].tensors()) / args[0].numel()
         if func in (Tensor.untyped_storage, Tensor.storage):
             return _NoStorage()
-        if func is Tensor.share_memory_:  # of a memory that it has not, where torch would crash
+        if func is Tensor.share_memory_:  # the wrapper itself has no memory: torch would crash
             args[0].mapped(Tensor.share_memory_)
             return args[0]
         if func is Tensor.is_shared:
             return all(tensor.is_shared() for tensor in args[0].tensors())
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-        if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which knows of shape and dtype alone
+        if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # which copies shape and dtype alone
             args[0].stored = args[1].stored
         return found
 
@@ -177,7 +176,7 @@ class FrozenWeight(Tensor):
 
 
 class _NoStorage:
-    """Whose size torch.distributed.checkpoint compares before it clones; what safetensors asks for is a ValueError."""
+    """A storage of size 0, which torch.distributed.checkpoint compares before it clones; safetensors gets an error."""
 
     def size(self) -> int:
         return 0
@@ -187,7 +186,7 @@ class _NoStorage:
 
 
 def _experts(weight: FrozenWeight, dim: int = 0, start: int = 0, stop: int = sys.maxsize) -> FrozenWeight:
-    if dim != 0 and start == 0 and stop >= weight.shape[dim]:  # as checkpoints take a whole shard
+    if dim != 0 and start == 0 and stop >= weight.shape[dim]:  # checkpoints slice so, to take a whole shard
         return weight.mapped(Tensor.detach)
     if dim != 0:
         raise ValueError("experts in 4 bit are shared whole: take a number of processes that divides theirs")
@@ -212,7 +211,7 @@ def _kinds(tensors: Sequence[Tensor]) -> str:
 
 
 def _gathered(weight: FrozenWeight, *args: Any) -> FrozenWeight:
-    """The experts of all processes, of which a full state dict consists."""
+    """The weight with the experts of all processes, all-gathered for a full state dict."""
 
     def whole(shard: Tensor) -> Tensor:
         return _C10D.wait_tensor(_C10D.all_gather_into_tensor(shard, *args))
@@ -220,12 +219,12 @@ def _gathered(weight: FrozenWeight, *args: Any) -> FrozenWeight:
     return weight.mapped(lambda t: whole(t) if t.is_contiguous() else whole(t.mT).mT)
 
 
-# Of a weight of the same shape, whose values are given later.
+# Calls that allocate a weight of the same shape, whose values are set later.
 _LIKE = (torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_empty.default)
 _C10D = torch.ops._c10d_functional
-# Of what has been gathered, for which `_gathered` waits; not every release of PyTorch has the second.
+# Calls that wait for an all-gather, which `_gathered` has done already; some releases of PyTorch lack the second.
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-# How FSDP2 shares a weight by experts. Its flat view is never read: `fsdp_pre_all_gather` gives what is gathered.
+# How FSDP2 shards a weight by experts. Its flat view is never read: `fsdp_pre_all_gather` gives the tensors to gather.
 _SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten.split.Tensor: _split,
@@ -240,9 +239,9 @@ _SHARDING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def adapters_of(w1: FrozenWeight, w2: FrozenWeight) -> Adapters:
-    """What PEFT adds to w1 (E, w, d) and w2 (E, d, n); zeros for a weight to which it adds nothing.
+    """The adapters that PEFT adds to w1 (E, w, d) and w2 (E, d, n); zeros for a weight without adapters.
 
-    Ranks are filled up by zeros to one that kernels take; two scales are multiplied into up_b and down_b.
+    Ranks are padded with zeros to one that the kernels take; scales that differ are multiplied into up_b and down_b.
     """
     ranks = [each.added.left.shape[2] for each in (w1, w2) if each.added] or [1]
     rank = filled_rank(max(ranks), w1.device)
@@ -252,19 +251,19 @@ def adapters_of(w1: FrozenWeight, w2: FrozenWeight) -> Adapters:
 
 
 def filled_rank(rank: int, device: torch.device) -> int:
-    """What `adapters_of` fills a rank up to."""
+    """The rank to which `adapters_of` pads ``rank`` on this device."""
     return rank if device.type == "cpu" else -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
 def _of_one_scale(one: LowRank, other: LowRank) -> tuple[tuple[Tensor, Tensor], float]:
-    """The left factors of both, multiplied by their scales unless these are equal, and the scale that is left."""
+    """Both left factors and their common scale; if the scales differ, the factors are multiplied by them, 1 remains."""
     if one.scale == other.scale:
         return (one.left, other.left), one.scale
     return (one.left * one.scale, other.left * other.scale), 1.0
 
 
 def _of_rank(weight: FrozenWeight, other: FrozenWeight, rank: int) -> LowRank:
-    """What is added to ``weight``, of this rank; else zeros, of the scale of the ``other`` one."""
+    """The product added to ``weight``, padded to ``rank``; if there is none, zeros with the scale of ``other``."""
     if weight.added is None:
         experts, p, q = weight.shape
         zeros = partial(torch.zeros, dtype=weight.dtype, device=weight.device)
@@ -277,7 +276,7 @@ def _of_rank(weight: FrozenWeight, other: FrozenWeight, rank: int) -> LowRank:
 
 
 def make_dense(model: nn.Module) -> int:
-    """Replace each weight that is in 4 bit by a plain one of its dtype, frozen, and return how many there were."""
+    """Replace each 4-bit weight by a plain frozen one of its dtype; returns how many there were."""
     count = 0
     for module, name, weight in quantized_weights(model):
         setattr(module, name, nn.Parameter(weight.dense(), requires_grad=False))
@@ -287,7 +286,7 @@ def make_dense(model: nn.Module) -> int:
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWeight]]:
-    """Each weight that is in 4 bit, after the module that has it and its name there."""
+    """(module, name within it, weight) of each 4-bit weight."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, FrozenWeight):
@@ -295,19 +294,19 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Frozen
 
 
 def quantize_weight(weight: Tensor, storage: str, is_transposed: bool) -> nn.Parameter:
-    """A weight (E, p, q), frozen and in 4 bit: NF4 in blocks along q, MXFP4 along the inputs, as gpt-oss has it."""
+    """The weight (E, p, q), frozen and in 4 bit. Blocks lie along q in NF4, along the inputs in MXFP4 (as gpt-oss)."""
     turns = storage == _MXFP4 and is_transposed
     stored = STORAGES[storage].quantize(weight.mT if turns else weight)
     return _parameter(stored.transpose(1, 2) if turns else stored, weight.dtype)
 
 
 def saved_names(storage: str) -> tuple[str, ...]:
-    """What the name of a weight is followed by in a folder that has it in 4 bit."""
+    """The suffixes of a weight's name in a folder that stores it in 4 bit, one per tensor."""
     return ("blocks", "scales") if storage == _MXFP4 else STORAGES[storage].parts
 
 
 def saved(weight: FrozenWeight) -> tuple[Tensor, ...]:
-    """What a folder has of a weight, in the order of `saved_names`; of MXFP4 that is gpt-oss's own layout."""
+    """The tensors that a folder stores for a weight, in the order of `saved_names`; MXFP4 has gpt-oss's own layout."""
     stored = weight.stored
     if not isinstance(stored, Mxfp4Weight):
         return tuple(weight.tensors())
@@ -316,7 +315,7 @@ def saved(weight: FrozenWeight) -> tuple[Tensor, ...]:
 
 
 def loaded(parts: list[Tensor], storage: str, dtype: torch.dtype, is_transposed: bool) -> nn.Parameter:
-    """The inverse of `saved`; ValueError unless the parts make a weight, for anyone may have made the file."""
+    """The inverse of `saved`. The file is not trusted: ValueError unless ``parts`` make up a weight."""
     form, codes = STORAGES[storage], parts[0]
     shape = (1, *codes.shape[1:2], 2 * codes.shape[2:].numel())
     is_whole = len(shape) == 3 and all(shape) and shape[2] % form.weight.block == 0 and dtype.is_floating_point
@@ -334,12 +333,12 @@ def _parameter(stored: PackedWeight, dtype: torch.dtype) -> nn.Parameter:
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:
-    """What an experts module of transformers calls its two weights."""
+    """The names of the two weights of an experts module of transformers."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
 
 
 def check_quantizable(module: nn.Module, storage: str) -> None:
-    """ValueError unless the experts of ``module`` can be stored so; it may be on the meta device."""
+    """ValueError unless the experts of ``module``, which may be on the meta device, can be stored as ``storage``."""
     first, second = (getattr(module, name, None) for name in weight_names(module))
     if isinstance(first, FrozenWeight):
         raise _refusal(module, f"it is {first!r} already; call dequantize_experts first")

@@ -78,15 +78,15 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
 
     expert_ids (L, B, S, K) or (L, T, K), int32 or int64, on the model's device. token_mask (B, S) or (T,): False or
     0 marks tokens whose ids are ignored; for these the router chooses by itself. Scores come from the full logits of
-    the present weights, with gradients. Models of transformers compute their balancing loss from the logits, by a top-K
-    of their own outside of the layers: it counts that top-K, not these experts.
+    the present weights, with gradients. transformers' models compute their balancing loss from the logits, with a top K
+    of their own outside of the layers, so it counts that top K, not these experts.
 
     Run the backward inside the block, because activation checkpointing repeats the forward there. Each micro-batch has
     a block of its own, for forward and backward. torch.compile is not supported.
 
     ValueError: the model has no experts that transformers dispatches; the ids do not fit it, as for `tilemoe.route`; or
     a router takes the top K of E values more than once, or chooses other experts without taking it. (A router that
-    looks experts up by token id, as in DeepSeek-V4's first layers, takes none, and chooses the recorded ones again.)
+    looks experts up by token id, as in DeepSeek-V4's first layers, takes no top K, and finds the recorded ones again.)
 
     Examples:
         >>> from tilemoe.integrations.replay import replay_routing
@@ -133,9 +133,9 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
 
 
 class _Layer(NamedTuple):
-    """An MoE layer: its name, its experts as it calls them, and the modules during whose forward its router chooses.
+    """An MoE layer: its name, the experts modules that it calls, and the modules during whose forward its router runs.
 
-    One of each, unless PEFT has copies of the layer; one copy runs.
+    There is one of each, unless PEFT has copies of the layer; one copy runs.
     """
 
     name: str
@@ -153,10 +153,10 @@ def _layers(model: nn.Module) -> list[_Layer]:
         block, wrapped = model.get_submodule(called.rpartition(".")[0]), model.get_submodule(called)
         num_experts = getattr(experts, "num_experts", None) or next(experts.parameters()).shape[0]
         layer = found.setdefault(layer_of(name), _Layer(layer_of(name), num_experts, [], []))
-        if wrapped in layer.experts:  # of another copy, too
+        if wrapped in layer.experts:  # added already, for another copy that it wraps
             continue
         layer.experts.append(wrapped)
-        if hasattr(block, "gradient_checkpointing"):  # it checkpoints itself, below its own hooks
+        if hasattr(block, "gradient_checkpointing"):  # it checkpoints its forward alone: the recompute runs no hooks
             layer.around_router.extend(child for child in block.children() if child is not wrapped)
         else:
             layer.around_router.append(block)
@@ -177,7 +177,7 @@ class _TopK(NamedTuple):
 class _Replay(TorchFunctionMode):
     """Active during a router's forward: a top K of E values returns the replayed indices instead.
 
-    A mode applies to one thread, and a GPU's backward repeats a forward in another. So each forward enters it anew.
+    A mode applies to one thread, and a GPU's backward recomputes a forward in another, so each forward enters it anew.
     """
 
     def __init__(self, layer: _Layer, expert_ids: Tensor, token_mask: Tensor | None) -> None:
@@ -197,7 +197,7 @@ class _Replay(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     def require(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the experts run. ValueError unless the router took the top K once, or chose these by itself."""
+        """Runs before the experts. ValueError unless the router took the top K once, or chose these ids by itself."""
         chosen = _top_k_index(args, kwargs)
         self._check(chosen)
         times, self._taken = len(self._taken), []
@@ -216,7 +216,7 @@ class _Replay(TorchFunctionMode):
         values = args[0] if args else kwargs["input"]
         if values.shape[-1] != self._num_experts or out.indices.shape[-1] != self._ids.shape[-1]:
             return out  # not the router's K of E values for each token
-        # A (..., 1, K) before this (..., K) was the only group's best experts. Whatever their score, it is chosen.
+        # An earlier (..., 1, K) scored the only group by its best experts. That group is chosen whatever its score.
         of_one_group = torch.Size([*out.indices.shape[:-1], 1, out.indices.shape[-1]])
         self._taken = [taken for taken in self._taken if taken.shape != of_one_group]
         self._taken.append(_TopK(self._current, out.indices.shape))
@@ -228,7 +228,7 @@ class _Replay(TorchFunctionMode):
         return torch.equal(chosen, self._where_replayed(chosen))
 
     def _where_replayed(self, chosen: Tensor) -> Tensor:
-        """The replayed ids, and the ``chosen`` ones of tokens that the mask excludes."""
+        """The replayed ids, but the ``chosen`` ones for tokens that the mask excludes."""
         ids = self._ids.to(chosen.dtype).view(chosen.shape)
         return ids if self._mask is None else torch.where(self._mask.view(*ids.shape[:-1], 1), ids, chosen)
 
@@ -238,5 +238,5 @@ class _Replay(TorchFunctionMode):
 
 
 def _top_k_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """top_k_index (T, K), among the arguments of an experts module."""
+    """The argument top_k_index (T, K) of an experts module."""
     return args[1] if len(args) > 1 else kwargs["top_k_index"]

@@ -5,7 +5,7 @@
 E experts of this rank · F expert width · D model width · K experts per token · T tokens · R rows, sorted by expert
 
 Gate and up are one parameter (E, F, 2, D), torchtitan's own fused layout with its sharding and checkpoint hooks, so
-checkpoints stay those of the stock layer; tilemoe reads it where it lies, as interleaved.
+checkpoints stay those of the stock layer. tilemoe reads it in place, as interleaved gate and up.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class TileMoEGroupedExperts(FusedGroupedExperts):
         pass
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """w1 (E, 2F, D), gate and up interleaved, and w2 (E, D, F): this rank's, in bf16, views if they are in it."""
+        """This rank's w1 (E, 2F, D), gate and up interleaved, and w2 (E, D, F) in bf16; views of bf16 parameters."""
         w13, w2 = (local_of(w).bfloat16() for w in (self.w13, self.w2_EDF))
         return w13.flatten(1, 2), w2
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """x_RD (R, D), num_tokens_per_expert_E (E); rows past their sum, which pad a dispatcher's buffer, give 0."""
+        """x_RD (R, D), num_tokens_per_expert_E (E) -> (R, D); rows past the counts' sum are padding and give 0."""
         _refuse_type_checking()
         w1, w2 = self.weights()
         plan = plan_rows(num_tokens_per_expert_E, x_RD.shape[0])
@@ -56,7 +56,7 @@ class TileMoEGroupedExperts(FusedGroupedExperts):
 
 
 class TileMoERoutedExperts(RoutedExperts):
-    """The score-weighted sum of the experts' outputs, by one operator if no tokens are dispatched to other ranks."""
+    """The score-weighted sum of the experts' outputs; one operator if no tokens are dispatched to other ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -81,7 +81,7 @@ def tilemoe_experts(cfg: Any) -> Any:
     """The configuration of tilemoe's routed experts that replaces a `RoutedExperts.Config`.
 
     Raises:
-        ValueError: experts that are not torchtitan's stock ones (gpt-oss's, or quantised ones).
+        ValueError: the experts are not torchtitan's stock ones (but gpt-oss's, or quantised ones).
 
     Examples:
         >>> from torchtitan.models.common.moe import GroupedExperts, RoutedExperts

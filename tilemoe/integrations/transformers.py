@@ -2,11 +2,11 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts of this rank · K experts per token · w = 2n gated, n ungated
 
-transformers looks up the function that computes a model's experts in a table; `register` adds an entry to it, and to
-the table of FP8 experts one that refuses. Nothing else of transformers changes, except that each experts module keeps
-as an attribute which activation was found in it. The router stays the model's own. Weights are read where they lie,
-(E, w, d) or transposed, without a copy. The model's own gate function is evaluated to find out which activation it is;
-a model that tilemoe does not compute exactly is refused.
+transformers looks up the function that computes a model's experts in a table. `register` adds tilemoe's function to it,
+and to the table for FP8 experts a function that raises. The router stays the model's own. Weights are read in place,
+(E, w, d) or transposed, without a copy. To find out which activation a model uses, its own gate function is evaluated;
+the answer is kept as an attribute of the experts module. Nothing else in transformers changes. A model that tilemoe
+does not compute exactly is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.tracing import autocast_dtype
 
 NAME = "tilemoe"
-OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list
+OLDEST = (5, 7)  # release of transformers; earlier ones accept only a fixed list of experts' implementations
 _UPGRADE = "pip install -U 'transformers>=5.7'"
 
 
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`; transformers is as it was. A model still set to "tilemoe" then raises its unknown-name error.
+    """Undo `register`. A model that is still set to "tilemoe" then raises transformers' error for an unknown name.
 
     ValueError: transformers is missing or too old, as for `register`.
 
@@ -76,14 +76,14 @@ def use(model: nn.Module) -> int:
     """Switch the experts of an existing ``model`` to tilemoe; returns the number of its MoE layers.
 
     ``model`` may be wrapped (DistributedDataParallel, torch.compile, PEFT); copies of a layer's experts, as PEFT's
-    ``modules_to_save`` makes, are switched with it. Calls `register`, too. Everything is checked before the model is
-    changed: what the first forward would refuse is refused here. To go back:
-    ``model.set_experts_implementation("grouped_mm")``, which reaches no copies that PEFT made.
+    ``modules_to_save`` makes, are switched with it. Also calls `register`. Whatever the first forward would refuse is
+    refused here, before the model is changed. To go back: ``model.set_experts_implementation("grouped_mm")``, which
+    does not reach copies that PEFT made.
 
     Raises:
-        ValueError: as `register`, or this is no model, or a part of one, or it has no experts that transformers
-            dispatches, or Liger has replaced them, or tilemoe does not compute them; the message names the model and
-            what works instead.
+        ValueError: as for `register`; or ``model`` is not a whole model, has no experts that transformers dispatches,
+            has Liger's experts in their place, or has experts that tilemoe does not compute. The message names the
+            model and what works instead.
 
     Examples:
         >>> from tilemoe.integrations import transformers as tilemoe_transformers
@@ -125,8 +125,8 @@ def use(model: nn.Module) -> int:
 
 
 def _take_adapters(block: nn.Module, *_: Any) -> None:
-    """Forward pre-hook of what calls experts: PEFT may wrap them later. Its wrappers then lend the adapters' factors,
-    so that any number may be active, and no weight is made whole.
+    """Forward pre-hook of the module that calls the experts: if PEFT has wrapped them, its wrappers lend the factors
+    of their adapters. Any number of adapters may then be active, and ``W + scale B A`` is never materialised.
     """
     for child in () if torch.compiler.is_compiling() else block.children():
         wrappers, inner = [], child
@@ -138,7 +138,7 @@ def _take_adapters(block: nn.Module, *_: Any) -> None:
 
 
 def _refuse_liger(model: nn.Module) -> None:
-    """ValueError if Liger's patch, of a class or of a module, has put its own experts where transformers' would ask."""
+    """ValueError if Liger's patch of a class or module computes the experts: transformers would not call tilemoe."""
     for name, module in model.named_modules():
         forward = vars(module).get("forward", type(module).forward)
         if "gate_up_proj" in module._parameters and forward.__module__.startswith("liger_kernel."):
@@ -149,11 +149,11 @@ def _refuse_liger(model: nn.Module) -> None:
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls in place of an experts module's forward: (..., d) like hidden_states.
+    """The experts' output (..., d), like hidden_states; transformers calls this instead of the experts' own forward.
 
-    hidden_states (..., d); top_k_index (T, K) of all experts under `tilemoe.expert_parallel`, else of this rank's, one
-    past the last of them for a pair that is another rank's, which is skipped; top_k_weights (T, K). Computed in the
-    weights' dtype, to which hidden_states is cast, as transformers' grouped_mm does; under autocast in autocast's.
+    hidden_states (..., d); top_k_weights (T, K); top_k_index (T, K) numbers all experts under
+    `tilemoe.expert_parallel`, otherwise those of this rank; the number after the last then marks a pair of another
+    rank, which is skipped. Computes in the weights' dtype, as grouped_mm does, or under autocast in autocast's.
 
     Raises:
         ValueError: tilemoe does not compute these experts.
@@ -169,7 +169,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if isinstance(dispatcher, LocalDispatcher) and not _has_frozen(weights):
         out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
     if out is None:
-        down_proj: Any = self.down_proj  # of all experts, where `weights` are those of this process
+        down_proj: Any = self.down_proj  # its shape counts all experts; `weights` has those of this process
         here = dispatcher.dispatch(x, plan_topk(top_k_index, down_proj.shape[0]), top_k_weights)
         out = dispatcher.combine(_moe(here, weights, activation), here)
     if out.dtype != hidden_states.dtype:
@@ -180,12 +180,12 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return out
 
 
-# Its codes are no graph's: a compiled model calls it between two graphs.
+# torch.compile does not trace these experts: a compiled model breaks its graph around the call.
 _uncompiled = torch.compiler.disable(experts_forward, reason="experts in 4 bit, or with adapters, are not compiled")
 
 
 def _moe(here: Dispatched, weights: _Weights, activation: Activation) -> Tensor:
-    """(M, d) of what was dispatched, for autograd."""
+    """The experts' output (M, d) for the M dispatched tokens, with autograd."""
     settings: dict[str, Any] = {
         "activation": activation.name,
         "gate_up": activation.gate_up,
@@ -203,12 +203,12 @@ def _moe(here: Dispatched, weights: _Weights, activation: Activation) -> Tensor:
 
 
 def _has_frozen(weights: _Weights) -> bool:
-    """Whether a weight is in 4 bit, or has adapters apart from it."""
+    """Whether a weight is in 4 bit, or has adapters that are kept apart from it."""
     return isinstance(weights.w1, FrozenWeight) or isinstance(weights.w2, FrozenWeight)
 
 
 def check_experts(module: nn.Module) -> None:
-    """ValueError unless tilemoe computes these experts, one of `experts_modules`, and nothing divides them."""
+    """ValueError unless tilemoe computes ``module``, one of `experts_modules`, whose weights are not sharded yet."""
     implementation = module.config._experts_implementation  # type: ignore[union-attr]
     if implementation != NAME:
         raise ValueError(
@@ -229,7 +229,7 @@ _NOTHING_MOVES = LocalDispatcher()
 
 
 def set_dispatcher(module: nn.Module, dispatcher: Dispatcher) -> None:
-    """Set the dispatcher of an experts module; its ``local_weight`` gives this process' shard of each parameter."""
+    """Set the dispatcher of an experts module; its ``local_weight`` returns this process' shard of each parameter."""
     vars(module)[_DISPATCHER] = dispatcher
 
 
@@ -238,7 +238,7 @@ def _dispatcher_of(module: nn.Module) -> Dispatcher:
 
 
 class _Weights(NamedTuple):
-    """In tilemoe's shapes w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d)."""
+    """The experts' weights and biases; in tilemoe's shapes w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d)."""
 
     w1: Tensor
     w2: Tensor
@@ -247,7 +247,7 @@ class _Weights(NamedTuple):
 
 
 def _weights(module: nn.Module) -> _Weights:
-    """The module's weights in tilemoe's shapes, as views; ValueError as `_stored_weights`."""
+    """The module's weights in tilemoe's shapes, as views. ValueError: as for `_stored_weights`."""
     w1, w2, b1, b2 = _stored_weights(module)
     if getattr(module, "is_transposed", False):
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
@@ -255,9 +255,9 @@ def _weights(module: nn.Module) -> _Weights:
 
 
 def _stored_weights(module: nn.Module) -> _Weights:
-    """The module's weights as they lie, which before a forward FSDP and ZeRO-3 may keep without shape or memory.
+    """The module's weights as stored, perhaps transposed; outside a forward FSDP and ZeRO-3 may empty them.
 
-    ValueError: they, or what is done with them, are not what tilemoe computes.
+    ValueError: tilemoe does not take such weights, or does not compute what the module does with them.
     """
     if getattr(module, "has_post_expert_norm", False):
         raise refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
@@ -270,7 +270,7 @@ def _stored_weights(module: nn.Module) -> _Weights:
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
-    try:  # no default: to see whether one is needed, torch.compile reads PEFT's property, which caches a real tensor
+    try:  # no default: to see if it is needed, torch.compile would read PEFT's property, which caches a tensor
         tensor = getattr(module, name)
     except AttributeError:
         tensor = None
@@ -284,7 +284,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
                 f"modules_to_save, or call {name}.requires_grad_(False)"
             )
         return with_adapters(module, name, tensor)
-    # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
+    # Wrapper subclasses are refused, too: some quantised tensors report bf16 as their dtype.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
         why = "quantised weights are not computed"
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
@@ -294,23 +294,23 @@ def _weight(module: nn.Module, name: str) -> Tensor:
 
 
 def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """Stands in the table of transformers' FP8 experts, so that asking for tilemoe there says why not."""
+    """tilemoe's entry in transformers' table of FP8 experts: raises a ValueError that says why they are refused."""
     raise refusal(self, "its weights are quantised to FP8")
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose forward transformers chooses by ``experts_implementation``; its decorator marks them so."""
+    """(name, module) of each module whose forward transformers chooses by ``experts_implementation``."""
     for name, module in model.named_modules():
         if is_experts_module(module):
             yield name, module
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Whether it is one of `experts_modules`."""
-    return vars(module).keys() >= {"has_gate", "is_transposed", "config"}  # its own: wrappers pass on what they wrap
+    """Whether it is one of `experts_modules`, by the attributes that transformers' decorator sets."""
+    return vars(module).keys() >= {"has_gate", "is_transposed", "config"}  # not getattr, which wrappers pass on
 
 
-# Where PEFT, torch.compile, checkpoint_wrapper and FSDP keep what they wrap, as a part of a module's name.
+# The parts of a module's name under which PEFT, torch.compile, checkpoint_wrapper and FSDP keep the wrapped module.
 _WRAPPED = (
     r"(^|\.)(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module|"
     r"_fsdp_wrapped_module)(?=\.|$)"
@@ -318,17 +318,17 @@ _WRAPPED = (
 
 
 def layer_of(name: str) -> str:
-    """What a module of this name is called without wrappers: the copies that PEFT makes of one share it."""
+    """The module's name without its wrappers; the copies that PEFT makes of one module share it."""
     return re.sub(_WRAPPED, "", name).removeprefix(".")
 
 
 def outermost(name: str) -> str:
-    """The name of the wrapper around this module that its layer calls, or its own."""
+    """The name of the outermost wrapper of this module, which the layer calls; without wrappers the module's own."""
     return re.sub(rf"({_WRAPPED})+$", "", name)
 
 
 def hf_models(model: nn.Module) -> list[Any]:
-    """transformers' models in ``model`` that are no part of another: ``model``, or those that it wraps."""
+    """The outermost transformers models in ``model``: ``model`` itself, or those that it wraps."""
     found: list[Any] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -339,10 +339,10 @@ def hf_models(model: nn.Module) -> list[Any]:
 
 
 def _tables() -> list[Any]:
-    """transformers' tables of experts' implementations: of ordinary weights, and of FP8 ones.
+    """transformers' tables of experts' implementations: for ordinary weights, and for FP8 weights.
 
-    Each is one object that every model looks in. Its own entries, set and deleted as in a dict, lie over the ones that
-    transformers has defined and leave those as they are.
+    All models share each table. Entries are set and deleted as in a dict; they lie over transformers' own entries,
+    which stay as they are.
     """
     try:
         import transformers

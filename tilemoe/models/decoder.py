@@ -42,13 +42,13 @@ class LMOutput(NamedTuple):
     """What `DecoderLM` returns.
 
     Attributes:
-        loss: scalar, mean cross-entropy in nats over the labels that are not -100, nor of padding, without auxiliary
+        loss: scalar, mean cross-entropy in nats over labels that are neither -100 nor padding, without auxiliary
             losses; fp32, fp64 for an fp64 model; None without labels
-        aux_loss: fp32 scalar of all layers, as ``config.moe.router.aux_loss_over`` says, coefficients applied; 0 if
-            there are none, and with labels where ``add_aux_loss`` is False there
+        aux_loss: fp32 scalar over all layers, taken as ``config.moe.router.aux_loss_over`` says, coefficients applied;
+            0 if there are no auxiliary losses, or if labels are given and ``config.moe.router.add_aux_loss`` is False
         logits: (B, S, V); None when labels were given
-        tokens_per_expert: (L, E) int32, rows that are computed; (0, 0) for a dense model
-        pairs_per_expert: (L, E) int32, pairs before rounding
+        tokens_per_expert: (L, E) int32, rows that each expert computes; (0, 0) for a dense model
+        pairs_per_expert: (L, E) int32, (token, expert) pairs before token rounding
         router_entropy: (L,) fp32, see `tilemoe.routing.topk.router_entropy`; 0 in evaluation
     """
 
@@ -64,8 +64,8 @@ class BlockOutput(NamedTuple):
     """What a block returns; all but hidden are None for a dense block, and the entropy is None in evaluation.
 
     hidden (B, S, d) · aux_loss () fp32 · tokens_per_expert (E,), rows that are computed · pairs_per_expert (E,), pairs
-    before rounding · router_entropy () fp32 · statistics (2E + 1,), see `MoEOutputOfModel` · expert_ids (B*S, K). Flat,
-    because activation checkpointing does not look into nested tuples.
+    before rounding · router_entropy () fp32 · statistics (2E + 1,), see `MoEOutputOfModel` · expert_ids (B*S, K). The
+    tuple is flat, because activation checkpointing does not look into nested ones.
     """
 
     hidden: Tensor
@@ -96,7 +96,7 @@ class Block(nn.Module):
         super().__init__()
         d, eps = config.hidden_size, config.norm_eps
         self.checkpointing = "none"
-        self.compiled_by: str | None = None  # a backend of torch.compile
+        self.compiled_by: str | None = None  # torch.compile's backend; None: not compiled
         self.attention_norm = RMSNorm(d, eps, device=device, dtype=dtype)
         self.attention = Attention(config, device=device, dtype=dtype)
         self.mlp_norm = RMSNorm(d, eps, device=device, dtype=dtype)
@@ -122,8 +122,8 @@ class Block(nn.Module):
         expert_ids: Tensor | None = None,
         token_mask: Tensor | None = None,
     ) -> BlockOutput:
-        """expert_ids (B, S, K): replay these experts, in a MoE block, which leaves out what token_mask (B, S) does."""
-        # Compiled inside checkpointing, and inside hooks such as FSDP's.
+        """A MoE block replays expert_ids (B, S, K), if given, and leaves out what token_mask (B, S) says is padding."""
+        # torch.compile is applied inside checkpointing, and inside hooks such as FSDP's.
         run = Block.body if self.compiled_by is None else _compiled_body(self.compiled_by)
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
             return checkpoint(run, self, x, angles, None, documents, expert_ids, token_mask, use_reentrant=False)
@@ -158,7 +158,7 @@ class Block(nn.Module):
         return self.attention(x, angles, cache, documents)
 
 
-# AOTAutograd caches no graph that calls these, unless it is told to.
+# AOTAutograd does not cache graphs that call these, unless the option below allows it.
 _CACHEABLE = (
     "torch.ops.higher_order.autograd_function_apply",
     "torch.amp.autocast_mode._enter_autocast",
@@ -168,11 +168,11 @@ _CACHEABLE = (
 
 @lru_cache
 def _compiled_body(backend: str) -> Callable[..., BlockOutput]:
-    """`Block.body` under torch.compile, for all blocks: a block that kept it could not be pickled."""
+    """`Block.body` under torch.compile, shared by all blocks: a block that held it could not be pickled."""
     if backend != "inductor":
         return torch.compile(Block.body, backend=backend)
-    # The cache's key covers their bodies and arguments, but not our operators' backwards. It covers the values here,
-    # so a digest of our sources is the value.
+    # The cache key covers the bodies and arguments of these calls, but not our operators' backwards. It also covers
+    # the values of this table, so each value is a digest of our sources.
     cacheable = dict.fromkeys(_CACHEABLE, digest_of_sources(Path(__file__).parents[1]))
     options: dict[str, Any] = {"unsafe_marked_cacheable_functions": cacheable}
     return torch.compile(Block.body, options=options)
@@ -233,7 +233,7 @@ class DecoderLM(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw every matrix from normal(0, initializer_range); norms become 1, biases 0.
 
-        The weights depend on the generator's state alone (None: that of the CPU's default one), on no device and no
+        The weights depend on the generator's state alone (None: the CPU's default generator), not on the device or
         sharding (`tilemoe.runtime.random`).
         """
         self.reset_embeddings(generator)
@@ -259,12 +259,12 @@ class DecoderLM(nn.Module):
     ) -> LMOutput:
         """input_ids (B, S) integers; labels (B, S), already shifted: labels[b, s] is the token after input_ids[b, s].
 
-        cache: the tokens follow those that it holds, and are added to it; for inference, so without labels. documents:
-        each sequence consists of several texts, which do not see each other and each begin at position 0. expert_ids
-        (L, B, S, K) replays a routing in each MoE layer, see `MoE.forward`. record: each layer's ids are added to it.
+        cache: the tokens follow those that it holds, and are added to it; for inference alone, without labels.
+        documents: each sequence consists of several texts, which do not attend to each other and begin at position 0.
+        expert_ids (L, B, S, K): replayed by the MoE layers, see `MoE.forward`. record: gets each layer's expert ids.
 
-        token_mask (B, S): bool or integers, False or 0 for padding, which losses, counts and rounding leave out but no
-        attention; None: what `Documents.real_tokens` says, if labels are given. Padding comes last, or is a document.
+        token_mask (B, S): bool or integers, False or 0 for padding, which must come last or be a document. Losses,
+        counts and rounding leave padding out, attention does not. None: with labels, as `Documents.real_tokens` says.
 
         Raises:
             ValueError: a shape or device is wrong, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
@@ -287,8 +287,8 @@ class DecoderLM(nn.Module):
 
     @without_cudnn()
     def next_logits(self, input_ids: Tensor, cache: KVCache, record: RoutingRecord | None = None) -> Tensor:
-        """(B, V) logits of the token after the last of input_ids (B, S). The tokens are added to the cache, and their
-        expert ids to ``record``.
+        """(B, V) logits of the token after the last one of input_ids (B, S). The tokens are added to the cache, and
+        their expert ids to ``record``.
         """
         self._check(input_ids, None, cache, record)
         hidden, _, _ = self._hidden(input_ids, cache, None, None, record)
@@ -297,9 +297,9 @@ class DecoderLM(nn.Module):
     def update_selection_bias(self, pairs_per_expert: Tensor, rate: float) -> None:
         """Balance the experts without a loss: move every layer's selection bias by ``rate`` towards an even load.
 
-        pairs_per_expert (L, E), before token rounding and summed over the micro-batches of one optimiser step; call it
-        once per step, on all ranks of the layers' ``group``, over which the counts are summed. Does nothing when the
-        routers have no selection bias.
+        pairs_per_expert (L, E): before token rounding, summed over the micro-batches of one optimiser step. Call it
+        once per step on all ranks of the layers' ``group``, over which it sums the counts. Without selection biases it
+        does nothing.
         """
         layers = [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
         biases = [moe.selection_bias for moe in layers if moe.selection_bias is not None]
@@ -309,8 +309,8 @@ class DecoderLM(nn.Module):
     def set_checkpointing(self, mode: str) -> None:
         """What the backward recomputes to save memory: "none", each block's "attention", or each whole "block".
 
-        A recomputed block saves nothing of its experts, whose backward follows at once. There ``recompute="up_proj"``
-        would only run that GEMM a third time, and ``save="fp8"`` would only round, so "block" switches both off.
+        A recomputed block keeps nothing of its experts, whose backward follows at once: ``recompute="up_proj"`` would
+        only run that GEMM a third time, and ``save="fp8"`` would only round, so "block" switches both off.
         """
         require_choice("checkpointing", mode, CHECKPOINTING_MODES)
         for block in self._blocks():
@@ -332,7 +332,7 @@ class DecoderLM(nn.Module):
         record: RoutingRecord | None,
         token_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Sequence[Tensor | None]]]:
-        """(normalised hidden (B, S, d), auxiliary loss (), counts, pairs, entropy and statistics of each MoE block)."""
+        """(normalised hidden (B, S, d), auxiliary loss (), (counts, pairs, entropy, statistics) of each MoE block)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -434,7 +434,7 @@ class DecoderLM(nn.Module):
 def _real_tokens(
     input_ids: Tensor, labels: Tensor | None, documents: Documents | None, token_mask: Tensor | None
 ) -> Tensor | None:
-    """(B, S) bool, False for padding; None: there is none. ValueError: a mask does not fit, or is on the left."""
+    """(B, S) bool, False for padding; None: there is none. ValueError: a mask does not fit, or pads on the left."""
     if token_mask is not None:
         require_tensor("token_mask", token_mask)
         token_mask = checked_mask(token_mask, input_ids.shape, input_ids.device)

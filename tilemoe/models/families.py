@@ -129,7 +129,7 @@ def _phimoe(data: Settings, layers: int) -> list[Mixer]:
 
 
 def _llama4(data: Settings, layers: int) -> list[Mixer]:
-    """Every fourth layer sees all keys; the others see a chunk's, with queries and keys normed without weights."""
+    """Every fourth layer sees all keys; the others see a chunk's, and normalise queries and keys without weights."""
     every = _size(data, "no_rope_layer_interval", 4)
     names = ("chunked_attention", "full_attention")
     kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
@@ -187,8 +187,8 @@ def _latent(data: Settings, layers: int) -> list[Mixer]:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): a narrow latent gives keys and values, and another
     may give the queries.
 
-    Saved are the latents before and after their norms, and every head's queries, keys, values and output, the output in
-    both orders of heads.
+    Saved are the latents before and after their norms, and every head's queries, keys, values and output, the output
+    both before and after the heads are transposed.
     """
     d, heads, rope = (_size(data, name) for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim"))
     qk, values = _size(data, "qk_nope_head_dim") + rope, _size(data, "v_head_dim")
@@ -208,7 +208,7 @@ def _latent(data: Settings, layers: int) -> list[Mixer]:
 
 
 def _delta_rule(data: Settings) -> Mixer:
-    """The gated delta rule (arXiv 2412.06464) behind a short convolution, with a state of d_k x d_v for each head.
+    """The gated delta rule (arXiv 2412.06464) after a short convolution, with a state of d_k x d_v for each head.
 
     A token decays and reads the state, adds to it, and reads it again. Saved are the projected, the convolved and the
     normalised tensors, and the output before and after its gate; the kernels recompute the states.
@@ -255,7 +255,7 @@ FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyTyp
 def _layer_types(
     data: Settings, layers: int, names: Sequence[str], is_second: Callable[[int], bool | int]
 ) -> list[str]:
-    """Each layer's type, as config.json lists them, or as ``is_second`` says."""
+    """Each layer's type: as config.json lists them, or else names[1] where ``is_second(layer)``, elsewhere names[0]."""
     if data.get("layer_types") is None:
         return [names[1] if is_second(layer) else names[0] for layer in range(layers)]
     return _of_names(data, "layer_types", layers, names)

@@ -18,7 +18,7 @@ def flops_per_token(config: ModelConfig | ModelSizes, seq_len: int | None = None
     6 per weight of the matrices that the token is multiplied by (the head, but not the embedding), and causal attention
     with on average (S + 1) / 2 keys per query. Without ``seq_len`` S is config.max_seq_len. Norms, activations and
     the routing itself are left out, as is usual; so is what is recomputed to save memory. ``is_frozen``: 4 per weight,
-    as under adapters; those of the adapters are left out.
+    as under adapters; the adapters' own operations are left out.
     """
     model = sizes_of(config)
     length = model.max_seq_len if seq_len is None else seq_len
@@ -63,7 +63,7 @@ def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
 
 
 def _mixing(model: ModelSizes, length: int) -> float:
-    """Multiplications and additions per token apart from matrices: with keys, and with states."""
+    """Multiplications and additions per token in the token mixers, without their matrices."""
     return sum(count * (mixer.keys(length) * mixer.products + mixer.per_token) for count, mixer in model.mixers)
 
 

@@ -42,8 +42,8 @@ def generate(
         those of ``output[:, :-1]``.
 
     Raises:
-        ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``; or, of
-            experts that processes share, one has no room for the rows that it receives.
+        ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``; or, under
+            expert parallelism, a process has no room for the rows that it receives.
 
     Examples:
         >>> from tilemoe.models.generate import generate
@@ -67,7 +67,7 @@ def generate(
     def next_token(tokens: Tensor) -> Tensor:
         logits = model.next_logits(tokens, cache, record)[:, :num_ids]
         if capacity is not None:
-            capacity.check()  # or they may be NaN
+            capacity.check()  # ValueError instead of NaN logits
         return sample(logits, temperature, top_k, generator)
 
     return continued(model, input_ids, max_new_tokens, next_token)
@@ -76,9 +76,9 @@ def generate(
 def continued(
     model: nn.Module, input_ids: Tensor, max_new_tokens: int, next_token: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """input_ids (B, S) and as many tokens more: ``next_token`` makes (B, 1) of the prompt, then of each before it.
+    """input_ids (B, S) and ``max_new_tokens`` more: ``next_token`` maps the prompt, then each new token, to (B, 1).
 
-    ``model`` is in evaluation mode meanwhile.
+    Meanwhile ``model`` is in evaluation mode.
     """
     were_training = [module for module in model.modules() if module.training]  # a part may be in eval mode
     model.eval()

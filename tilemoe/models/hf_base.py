@@ -1,4 +1,4 @@
-"""A model of transformers' own class, on which a run trains adapters: what a recipe says of it. No torch."""
+"""What a recipe says of a model of transformers' own class, on which a run trains adapters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilemoe.models.hf_config import ARCHITECTURES, number
 from tilemoe.models.sizes import ModelSizes
 from tilemoe.models.sums import Entries, canonical, file_entries, require_listed
 
-_NO_LIMIT = 1 << 20  # tokens of a sequence, where a class of recurrent layers has none
+_NO_LIMIT = 1 << 20  # tokens of a sequence, for a class of recurrent layers, which has no limit
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class HFBase:
 
     @property
     def moe(self) -> None:
-        """No setting of its layers can be changed."""
+        """None: no setting of its layers can be changed."""
 
     def sizes(self) -> ModelSizes:
-        """ValueError: the folder is not there, or the planner does not know the family."""
+        """The model's sizes. ValueError: the folder is not there, or the planner does not know the family."""
         return sizes_from_hf(read_settings(Path(self.folder) / CONFIG_FILE))
 
     def with_digest(self, entries_of: Callable[[list[Path]], Entries] = file_entries) -> HFBase:
-        """With the digest of its files, all of which ``entries_of`` hashes.
+        """This base with the digest of all its files, which ``entries_of`` hashes.
 
-        ValueError: one is not as the folder's sums say.
+        ValueError: a file differs from the folder's checksums.
         """
         folder = Path(self.folder)
         files = entries_of([folder / CONFIG_FILE, *folder.glob("*.safetensors")])
@@ -60,7 +60,7 @@ class HFBase:
         return replace(self, sha256=hashlib.sha256(canonical(files)).hexdigest())
 
     def require_there(self) -> None:
-        """ValueError: the folder is not there."""
+        """ValueError if the folder is not there."""
         if not (Path(self.folder) / CONFIG_FILE).is_file():
             raise ValueError(
                 f"the base of these adapters is not in {self.folder}; put it there, or a link to it, or resume with "
@@ -68,7 +68,7 @@ class HFBase:
             )
 
     def require_unchanged(self, entries_of: Callable[[list[Path]], Entries] = file_entries) -> None:
-        """ValueError: as `require_there`, or the folder has another model. ``entries_of`` as of `with_digest`."""
+        """ValueError as for `require_there`, or if the folder has another model. ``entries_of``: see `with_digest`."""
         self.require_there()
         if self.with_digest(entries_of) != self:
             raise ValueError(
@@ -84,7 +84,7 @@ def is_base(folder: Path) -> bool:
 
 
 def read_base(folder: Path) -> HFBase:
-    """Of a folder with an `is_base` in it. ValueError: it has no weights, or a setting is missing."""
+    """The base in a folder for which `is_base` is True. ValueError: it has no weights, or a setting is missing."""
     data = read_settings(folder / CONFIG_FILE)
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds no *.safetensors; give a folder with a model in it")

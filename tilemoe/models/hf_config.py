@@ -78,7 +78,7 @@ def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
         "initializer_range": config.initializer_range,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        # Both spellings: releases before 5 read the first alone, those since write the second.
+        # Both spellings: transformers before 5 reads only the first, later releases write the second.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_dropout": 0.0,
@@ -159,9 +159,9 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
 
 
 def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> None:
-    """ValueError: a setting by which transformers' model draws random numbers in training.
+    """ValueError if a setting makes transformers' model draw random numbers in training.
 
-    Whoever only evaluates such a model is asked to set it to 0 as well: reading does not know what the model is for.
+    It must be 0 even for a model that is only evaluated, because reading does not know what the model is for.
     """
     for name in ("attention_dropout", *(("router_jitter_noise",) if architecture.model_type == "mixtral" else ())):
         amount = number(data, name, float, 0.0)
@@ -205,7 +205,7 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def import_line(config: Any) -> str | None:
-    """A line for training the model: no auxiliary loss is added. None where one is, or where the model has none."""
+    """A note that training adds no auxiliary loss; None if it adds one, or if the model has none."""
     if config.moe is None or config.moe.router.add_aux_loss or not config.moe.router.aux_loss_coef:
         return None
     return (
@@ -215,7 +215,7 @@ def import_line(config: Any) -> str | None:
 
 
 def export_line(config: ModelConfig) -> str | None:
-    """How transformers' auxiliary loss differs from that of training here."""
+    """A note on how transformers' auxiliary loss differs from the one in training here; None if it does not."""
     router = RouterConfig() if config.moe is None else config.moe.router
     summed = config.num_layers - config.num_dense_layers if router.aux_loss_over == "layer" else 1
     if not router.z_loss_coef and (summed == 1 or not router.aux_loss_coef):
@@ -227,7 +227,7 @@ def export_line(config: ModelConfig) -> str | None:
 
 
 def num_layers(data: Mapping[str, Any]) -> int:
-    """ValueError if there are so many layers that a loop over them would take forever."""
+    """The number of layers. ValueError: none, or so many that a loop over them would take forever."""
     layers = number(data, "num_hidden_layers", int)
     if not 1 <= layers <= _MOST_LAYERS:
         raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS} and at least 1")
@@ -262,7 +262,7 @@ def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], de
     if value is None:
         raise ValueError(f"config.json: {name} is missing")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < 1e308:  # NaN, infinity, an integer that is no float
+    if not is_number or not abs(value) < 1e308:  # NaN, infinity, an integer too large for a float
         raise ValueError(f"config.json: {name} must be a number, got {shown(value)}")
     if kind is int and value % 1:
         raise ValueError(f"config.json: {name} must be an integer, got {shown(value)}")

@@ -2,8 +2,8 @@
 
 d model width · n expert width · E experts
 
-Expert e's rows of ``w1`` (E, 2n, d) are its gate and up matrices (n, d) in either gate_up layout, and ``w2[e]`` (d, n)
-is its down matrix.
+``w1[e]`` (2n, d) holds the rows of expert e's gate and up matrices (n, d) in either gate_up layout, and ``w2[e]``
+(d, n) is its down matrix.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tilemoe.models.sums import SHARD_BYTES, checked, sums_line
 from tilemoe.runtime.tensors import is_finite, require_factory
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_SHARD_NAME = r"[^/\\]+\.safetensors"  # a file of the folder itself, whatever the system's separator
-_MOST_TENSORS = 1 << 18  # of a model, each of which is looked at; DeepSeek-V3 has 91,991
+_SHARD_NAME = r"[^/\\]+\.safetensors"  # a file in the folder itself: it has no system's path separator
+_MOST_TENSORS = 1 << 18  # in a model, because each is looked at; DeepSeek-V3 has 91,991
 _ALL = slice(None)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -54,7 +54,7 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
     """The weights under the names of checkpoints on the hub, one tensor per expert; views, detached, not copied.
 
     Raises:
-        ValueError: as `hf_config_dict`, or the model has adapters.
+        ValueError: as for `hf_config_dict`, or the model has adapters.
     """
     hf_config_dict(model.config)
     if has_lora(model):
@@ -64,13 +64,13 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
 
 
 def _require_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """ValueError: a checkpoint's tensor is missing, unknown, or of the wrong shape; the message names it.
+    """ValueError if a checkpoint's tensor is missing, unknown, or of the wrong shape; the message names it.
 
-    ``shapes`` by the hub's names, or those of experts stacked as in transformers 5.
+    ``shapes``: by the hub's names; stacked experts by their names in transformers 5.
     """
     hf_config_dict(config)
     taken: set[str] = set()
-    for piece in pieces(config, shapes):  # before anything is made of as many layers as config.json claims
+    for piece in pieces(config, shapes):  # before a model is built of as many layers as config.json claims
         if piece.theirs not in shapes:
             raise ValueError(
                 f"{piece.theirs}: this tensor is missing from the checkpoint; is it of this configuration?"
@@ -140,7 +140,7 @@ def save_hf(
 def write_hf(
     model: DecoderLM, folder: Path, *, eos_token_id: int | list[int] | None = None, max_shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """`save_hf` into an existing folder, without syncing. ValueError: as `to_hf_state_dict`."""
+    """`save_hf` into an existing folder, without syncing. ValueError: as for `to_hf_state_dict`."""
     tensors = to_hf_state_dict(model)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     config = {**hf_config_dict(model.config), "eos_token_id": eos_token_id, "torch_dtype": dtype}
@@ -152,11 +152,11 @@ def write_hf(
 def load_hf(
     folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> DecoderLM:
-    """The model of a folder that ``save_hf`` or transformers wrote, or of a name on the hub, as of ``--init-from``.
+    """The model in a folder that ``save_hf`` or transformers wrote, or by its name on the hub, as with ``--init-from``.
 
     ``dtype`` None: torch's default floating dtype. Memory holds at most one of the folder's tensors besides the model:
-    each is copied into its parameter as it is read. The files of an export are compared to its checksums meanwhile.
-    Warnings say if there are no checksums, and if transformers adds no auxiliary loss in training.
+    each is copied into its parameter as it is read. Meanwhile the files of an export are compared to its checksums.
+    Warns if there are no checksums, and if training adds no auxiliary loss, as in transformers.
 
     Raises:
         ValueError: a file is missing or damaged, a weight is not finite, or `DecoderLM` does not implement the model.
@@ -180,7 +180,7 @@ def load_hf(
 
 
 def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype | None) -> DecoderLM:
-    """`load_hf` of a folder, without its warnings and unchecked."""
+    """`load_hf` of a folder, without its warnings and without checksums."""
     config = read_config(path)
     with opened(path) as file_of, torch.no_grad():
         _require_shapes(config, _shapes(file_of))
@@ -193,13 +193,13 @@ def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype
 
 
 def require_weights(folder: Path, config: ModelConfig) -> None:
-    """ValueError, as `_require_shapes`: before memory is taken of the sizes that config.json claims."""
+    """ValueError as in `_require_shapes`; for use before memory is allocated for the sizes that config.json claims."""
     with opened(folder) as file_of:
         _require_shapes(config, _shapes(file_of))
 
 
 def is_in_bf16(folder: Path) -> bool:
-    """Whether each weight of transformers' folder is."""
+    """Whether every weight in transformers' ``folder`` is bf16."""
     with opened(folder) as file_of:
         return all(file.get_slice(name).get_dtype() == "BF16" for name, file in file_of.items())
 
@@ -214,7 +214,7 @@ def whole_parameters(
     """Each of our parameters by name, assembled on ``device`` from the folder's tensors; memory holds one at a time.
 
     Raises:
-        ValueError: as `_require_shapes`, or a file is missing or damaged.
+        ValueError: as for `_require_shapes`, or a file is missing or damaged.
     """
     name, whole = "", torch.empty(0)
     with opened(folder) as file_of:
@@ -234,11 +234,11 @@ def whole_parameters(
 def opened(folder: Path, dtypes: Collection[str] | None = _FLOATS) -> Iterator[dict[str, Any]]:
     """Tensor name -> the open safetensors file that holds it, for every tensor of the folder's model.
 
-    The index says which file; without an index it is model.safetensors, or any of the shards.
+    The index says which file holds a tensor; without an index it is model.safetensors, or else any of the shards.
 
     Raises:
-        ValueError: a file or a tensor is missing, damaged, in two files, or of none of ``dtypes``; the message names
-            it.
+        ValueError: a file or a tensor is missing or damaged, or a tensor is in two files or of a dtype that is not in
+            ``dtypes`` (None: any); the message names it.
     """
     has_index = (folder / INDEX_FILE).exists()
     listed = _read_index(folder / INDEX_FILE) if has_index else {}
@@ -275,7 +275,7 @@ def opened(folder: Path, dtypes: Collection[str] | None = _FLOATS) -> Iterator[d
 
 
 def _require_inside(file: Path) -> None:
-    """ValueError: it is a link to another folder, which is not the hub's cache."""
+    """ValueError if ``file`` is a link out of its folder, unless it leads into the hub's cache."""
     target = file.resolve()
     is_of_hub = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
     if target.parent != file.parent.resolve() and not is_of_hub:
@@ -283,7 +283,7 @@ def _require_inside(file: Path) -> None:
 
 
 def _read_index(path: Path) -> dict[str, set[str]]:
-    """The tensors of each file, by names. ValueError: the index is damaged, or a name leads out of its folder."""
+    """File name -> names of its tensors. ValueError: the index is damaged, or a file's name leads out of the folder."""
     fix = "download or export the model again"
     try:
         listed = parse_json(read_text(path))["weight_map"]
@@ -325,7 +325,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 class Piece(NamedTuple):
-    """Which rows of our parameter ``ours`` (of one expert, if given) equal ``their_rows`` of the tensor ``theirs``."""
+    """Rows of our parameter ``ours`` (of one expert, if given) that equal ``their_rows`` of the tensor ``theirs``."""
 
     ours: str
     theirs: str
@@ -346,8 +346,8 @@ class Piece(NamedTuple):
 def pieces(config: ModelConfig, present: Container[str] = ()) -> Iterator[Piece]:
     """The pieces of every parameter; those of one parameter are consecutive and cover it.
 
-    Names are those of checkpoints on the hub, with one tensor per expert's matrix. For a layer whose experts are
-    stacked in ``present``, the checkpoint's names, as transformers 5 holds them in memory, they are the stacked ones.
+    Names are those of checkpoints on the hub, with one tensor per expert's matrix. ``present``: the checkpoint's names.
+    Where these have a layer's experts stacked, as transformers 5 holds them in memory, the names are the stacked ones.
     """
     architecture = ARCHITECTURES[config.qk_norm]
     yield Piece("embed.weight", "model.embed_tokens.weight")

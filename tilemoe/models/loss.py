@@ -31,10 +31,10 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Mean over the labels that are not -100 of ``-log softmax(hidden weight^T)[label]``, in nats; 0 if there is none.
 
-    hidden (T, d) and weight (V, d) of one float dtype, or any under autocast, whose dtype the GEMMs then use; labels
+    hidden (T, d) and weight (V, d) of one float dtype, or of any under autocast, whose dtype the GEMMs then use; labels
     (T,) int64 in [0, V) or -100. Returns an fp32 scalar (fp64 for fp64 inputs), differentiable once in hidden and
     weight. No tensor has more than max(C V, T d, V d) elements, with C V <= ``max_chunk_logits`` (C at least 1); None:
-    as many as take 512 MiB.
+    as many as fit in 512 MiB.
 
     Raises:
         ValueError: a shape is wrong, or (on CPU, outside torch.compile) a label is no class. On a GPU labels are not
@@ -141,7 +141,7 @@ def _loss_and_gradients(
                 d_weight = _sum_of_products(d_weight, d_logits.t(), part, accumulate)
         if want_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
-            if weight.dtype != torch.float16:  # whose range the unscaled sum over many tokens may exceed
+            if weight.dtype != torch.float16:  # fp16 could overflow: the sum over many tokens is not scaled yet
                 d_weight = d_weight.to(weight.dtype)
         return loss, d_hidden, d_weight
 

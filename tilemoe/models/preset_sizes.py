@@ -1,4 +1,4 @@
-"""Sizes of the whole models of `presets`, for the planner alone, so that naming a layer does not build them.
+"""Sizes of the whole models of `presets`. Only the planner imports them, so that naming a layer does not build them.
 
 Sources: each model's published config.json.
 """
@@ -18,7 +18,7 @@ from tilemoe.models.sizes import ModelSizes, sizes_of
 def _sizes(
     name: str, family: str, vocab_size: int, layers: int, heads: int, kv_heads: int, max_seq_len: int, **settings: Any
 ) -> ModelSizes:
-    """Sizes of the model with the layer of that name; ``settings``: those of config.json that only its family has."""
+    """Sizes of the model with the layer of that name; ``settings``: more of its config.json, special to its family."""
     layer = MOE_PRESETS[name]
     sizes = sizes_from_hf(
         {

@@ -1,7 +1,7 @@
 """Dimensions of public architectures by name. Standard library only.
 
 Sources: each model's published config.json. `moe_preset` gives the mixture-of-experts layer alone, `model_preset` the
-whole decoder if `ModelConfig` can express it. `preset_sizes.py` has the sizes of all of the whole models.
+whole decoder if `ModelConfig` can express it. `preset_sizes.py` has the sizes of all whole models.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class ModelSizes:
 
 
 def with_eager_attention(sizes: ModelSizes, seq_len: int) -> ModelSizes:
-    """With the scores (H, S, S) of each sequence: their softmax is kept. Its backward on a GPU has three more: what
-    reaches the softmax, that times the softmax, and what leaves it.
+    """``sizes`` with eager attention, which keeps the softmax of the scores (H, S, S) of each sequence. On a GPU its
+    backward has three more of that shape: the softmax's output gradient, its product with the softmax, and the result.
     """
     scores = ((count, mixer, seq_len * mixer.scores) for count, mixer in sizes.mixers)
     mixers = tuple((count, replace(each, kept=each.kept + own, working=3 * own)) for count, each, own in scores)
@@ -88,8 +88,8 @@ def attention_mixer(
 ) -> Mixer:
     """Softmax attention. ``vectors``: norms, biases and the like; ``normed``: whether queries and keys are normalised.
 
-    Saved are the rotated queries and keys and, if these are normalised, the projected ones too; values; the output in
-    both orders of heads; and one number per query and head.
+    Saved are the rotated queries and keys and, if these are normalised, the projected ones too; values; the output
+    before and after the heads are transposed; and one number per query and head.
     """
     queries, keys = heads * width, kv_heads * width
     return Mixer(

@@ -1,4 +1,4 @@
-"""Manifests of folders that we write: size and SHA-256 of each file, by which reading finds what changed. No torch."""
+"""Manifests of folders that we write: size and SHA-256 of each file, so that reading finds changes. No torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tilemoe.checks import parse_json
 from tilemoe.files import read_bytes, sha256_file
 
 SUMS_FILE = "checksums.json"  # the manifest of an export
-_LARGEST_MANIFEST = 1 << 30  # bytes: a job's lists where each process wrote its part of each tensor
-_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # one core is left to who reads the weights meanwhile
-_PIECE = 1 << 23  # bytes, for each of which a thread waits for the interpreter, which may be reading weights
+_LARGEST_MANIFEST = 1 << 30  # bytes; a job's manifest lists where each process wrote its part of each tensor
+_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # one core is left for reading the weights meanwhile
+_PIECE = 1 << 23  # bytes hashed at once; for each piece a thread waits for the interpreter, which may read weights
 _WEIGHTS = ".safetensors"
-SHARD_BYTES = 1 << 30  # of an export's file at most: a thread hashes a file, so several are hashed at once
+SHARD_BYTES = 1 << 30  # largest file of an export: each thread hashes one file, so several are hashed at once
 _READ = (_WEIGHTS, ".json", ".jinja")  # the kinds of file that are read from an export
 
 Entries = dict[str, dict[str, Any]]
 
 
 class Damage(ValueError):
-    """A file is not as the manifest says; one line that names the file, but not its folder."""
+    """A file differs from the manifest; one line that names the file, but not its folder."""
 
 
 def file_entries(paths: Iterable[Path]) -> Entries:
@@ -38,7 +38,7 @@ def file_entries(paths: Iterable[Path]) -> Entries:
 
 
 def manifest_of(files: Entries, tensors: dict[str, Any] | None = None) -> bytes:
-    """A manifest of ``files``, and of where a job's ``tensors`` are in them, with a checksum of its own."""
+    """A manifest of ``files``, and of the places of a job's ``tensors`` in them, with a checksum of its own."""
     content = {"files": files} if tensors is None else {"files": files, "tensors": tensors}
     return canonical(content | {"sha256": _digest(content)})
 
@@ -49,12 +49,12 @@ def canonical(value: Any) -> bytes:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of a manifest without its sum; one without tensors is that of older releases, too."""
+    """SHA-256 of a manifest without its checksum; without tensors it covers the files alone, as in older releases."""
     return hashlib.sha256(canonical(content if "tensors" in content else content["files"])).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Damage where it is missing or changed, or its ``files`` are no table of files of the folder."""
+    """The manifest at ``path``. Damage: missing or changed, or its ``files`` are no table of files in its folder."""
     if not path.is_file():
         raise Damage(f"{path.name} is missing")
     raw = read_bytes(path, _LARGEST_MANIFEST)
@@ -78,13 +78,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def require_files(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
-    """Damage where a file is missing or not what the manifest says of it."""
+    """Damage if one of ``files`` is missing or differs from its entry."""
     with compared(folder, files):
         pass
 
 
 def require_sizes(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
-    """`require_files`, without their content."""
+    """`require_files` for the sizes alone, not the content."""
     for name, expected in files.items():
         if not (folder / name).is_file():
             raise Damage(f"{name} is missing")
@@ -95,14 +95,14 @@ def require_sizes(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
 @contextmanager
 def compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[None]:
-    """`require_files`, of which the content is compared in threads while the block runs."""
+    """`require_files`, whose threads compare the content while the block runs."""
     require_sizes(folder, files)
     pool, failure = ThreadPoolExecutor(_THREADS), None
     try:
         found = pool.map(lambda name: sha256_file(folder / name, _PIECE), files)
         try:
             yield
-        except (ValueError, OSError) as error:  # which may be what a changed file has led to
+        except (ValueError, OSError) as error:  # a changed file may have caused it
             failure = error
         for digest, (name, expected) in zip(found, files.items(), strict=True):
             if digest != expected["sha256"]:
@@ -114,7 +114,7 @@ def compared(folder: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[None
 
 
 def require_listed(folder: Path, found: Entries) -> None:
-    """ValueError as of `checked`, of a folder's weights whose entries were ``found``."""
+    """ValueError as for `checked`, from the entries ``found`` for the weights instead of reading them again."""
     weights = require_settings(folder)
     with _named(folder):
         for name, expected in weights.items():
@@ -123,17 +123,17 @@ def require_listed(folder: Path, found: Entries) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """List size and SHA-256 of the files of a folder that is no checkpoint, such as an export, for `checked`."""
+    """Write the manifest that `checked` reads into a folder that is no checkpoint, such as an export."""
     (folder / SUMS_FILE).write_bytes(manifest_of(file_entries(folder.iterdir())))
 
 
 def sums_line(folder: Path) -> str | None:
-    """A line for the user of a model's folder without sums: its files cannot be compared. None where it has them."""
+    """A note for the user that a model's folder has no checksums to compare its files to; None if it has them."""
     return None if (folder / SUMS_FILE).exists() else f"{folder} has no {SUMS_FILE}, so its files are used unchecked"
 
 
 def require_settings(folder: Path) -> Entries:
-    """As `checked`, of all files but the weights, of which it returns what the manifest says."""
+    """Do as `checked` for all files but the weights, and return the manifest's entries of the weights."""
     if not (folder / SUMS_FILE).exists():
         return {}
     with _named(folder):
@@ -147,12 +147,12 @@ def require_settings(folder: Path) -> Entries:
 
 @contextmanager
 def checked(folder: Path) -> Iterator[None]:
-    """The block reads an export; what it has made of the files is good where this ends without an error.
+    """Check an export while the block reads it. What the block read is right if this ends without an error.
 
-    Weights are compared in threads while the block reads them. A folder without sums, of transformers, is as it is.
+    Threads compare the weights while the block reads them. A folder without checksums is not checked.
 
     Raises:
-        ValueError: a file is missing, changed or, of a kind that is read, not listed; the message names it.
+        ValueError: a file is missing or changed, or is of a kind that is read and not listed; the message names it.
     """
     weights = require_settings(folder)
     with _named(folder), compared(folder, weights):
