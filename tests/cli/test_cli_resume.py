@@ -2,29 +2,37 @@
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import timeless
 
 from tilemoe.cli.main import main
+from tilemoe.train.checkpoints import pending
 from tilemoe.train.checkpoints.folder import find_latest, list_checkpoints
 from tilemoe.train.loop import Trainer
 from tilemoe.train.progress import StepStats
 
 
-def test_a_second_ctrl_c_leaves_at_once(
+def test_a_second_ctrl_c_leaves_once_the_checkpoint_on_its_way_is_there(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Trainer.train_step
+    real, publish = Trainer.train_step, pending.publish
 
     def interrupted(self: Trainer) -> StepStats:
-        if self.step == 7:
+        if self.step == 5:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return real(self)
 
+    def publish_later(*arguments: Any) -> None:
+        time.sleep(0.5)
+        publish(*arguments)
+
     monkeypatch.setattr(Trainer, "train_step", interrupted)
+    monkeypatch.setattr(pending, "publish", publish_later)
     assert main(["train", "--recipe", str(recipe_file), "--train.out-dir", str(tmp_path / "run")]) == 130
     message = "tilemoe: error: interrupted; checkpoints written so far are intact"
     assert capsys.readouterr().err.splitlines() == [message]

@@ -242,8 +242,8 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
             )
             return Stopped(stop_requested.number)
         return _finish(trainer, evaluation, parameters, reporter)
-    except Exception as error:
-        trainer.keep_save()
+    except (Exception, KeyboardInterrupt) as error:
+        trainer.keep_save()  # whose thread Python would wait for at its exit, too, but no longer as the folder's owner
         # Nobody reads the output any more: save the steps done, which only a process without a job can do by itself.
         if isinstance(error, BrokenPipeError) and metrics is not None and job.is_alone:
             metrics.sync()
