@@ -137,7 +137,8 @@ def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any])
     first: dict[Any, str] = {}
     kept = {name: first.setdefault(weights[name].data_ptr() or name, name) for name in sorted(weights)}
     tied = {name: other for name, other in kept.items() if name != other}
-    save_file({name: weights[name].contiguous() for name in weights.keys() - tied}, str(model_file), tied or None)
+    stored = {name: weight.contiguous() for name, weight in weights.items() if name not in tied}
+    save_file(stored, str(model_file), tied or None)
     save_file(_under(_OPTIMIZER, tensors), str(optimizer_file))
 
 
