@@ -49,7 +49,7 @@ def require_save(save: Any, width: int) -> None:
     require_choice("save", save, SAVES)
     if save == "fp8" and width % FP8_BLOCK:
         raise ValueError(
-            f"save='fp8' needs h's width, n or 2n where gated, to be a multiple of {FP8_BLOCK}, got {width}; change "
+            f"save='fp8' needs the width of h (n, or 2n if gated) to be a multiple of {FP8_BLOCK}, got {width}; change "
             "intermediate_size, or use save='full'"
         )
 
@@ -409,7 +409,7 @@ class ParallelConfig:
         require_fields("parallel.", self, at_least={"replicate": 1, "expert": 1})
         if self.between_micro_batches != "nothing" and self.reshard_after_forward:
             raise ValueError(
-                f"parallel.between_micro_batches is {self.between_micro_batches!r}, which keeps weights gathered, and "
+                f"parallel.between_micro_batches is {self.between_micro_batches!r}, which keeps weights gathered, but "
                 "parallel.reshard_after_forward frees them; set the latter to False"
             )
 

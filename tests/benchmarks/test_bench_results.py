@@ -148,7 +148,7 @@ def test_the_report_of_a_layer_without_peers_and_of_another_mode(
     out, row = results / "out", layer_rows()[0]
     record.append("layer", [{"case": "OLMoE", "mode": "burst", **row}])
     assert main(["report", "--out", str(out)]) == 2
-    assert "has no rows of mode 'sustained'; give --mode burst, which there are" in capsys.readouterr().err
+    assert "has no rows of mode 'sustained'; pass --mode burst, which has rows" in capsys.readouterr().err
     record.append("layer", [{"case": "mine", "mode": "burst", **row, **dict.fromkeys(layer.MEMORY)}])
     assert main(["report", "--out", str(out), "--mode", "burst"]) == 0
     markdown = (out / "report.md").read_text()

@@ -113,7 +113,7 @@ def test_h_kept_in_fp8(run: Run) -> None:
     assert out.splitlines()[0].endswith("gated, bf16, h kept in fp8")
     status, _, err = run("plan", "--save", "fp8", "--intermediate-size", 32)
     assert status != 0
-    assert "save='fp8' needs h's width, n or 2n where gated, to be a multiple of 128, got 64" in err
+    assert "save='fp8' needs the width of h (n, or 2n if gated) to be a multiple of 128, got 64" in err
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -198,7 +198,7 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks say which of them has none, and what to do; also those that have."""
     import torch.distributed._symmetric_memory as symm_mem
 
-    text = "rank 2 of those that share experts has no 4096 bytes .*: CUDA driver error; take smaller batches, or"
+    text = "expert-parallel rank 2 cannot allocate 4096 bytes .*: CUDA driver error; take smaller batches, or"
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(symm_mem, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(window, "all_gather_object", lambda group, mine: [None, mine, "CUDA driver error"])

@@ -56,7 +56,9 @@ def test_what_nothing_computes_so_is_refused() -> None:
     with raises_one_line("invariance='batch': Triton does not run on cpu; set it to 'none'"):
         layer(x)
     plan = plan_topk(torch.tensor([[0, 1]] * 3), num_experts=4)
-    with raises_one_line("invariance='batch': the experts in torch.float32 by torch .* pass kernels='triton' on a GPU"):
+    with raises_one_line(
+        "invariance='batch': kernels='torch' is not batch-invariant in torch.float32 .* pass kernels='triton' on a GPU"
+    ):
         layer.experts(x, plan, torch.ones(3, 2))
     with raises_one_line("experts with invariance 'batch' cannot have adapters"):
         add_lora(layer, 2, 4.0)

@@ -94,7 +94,7 @@ def missing_kernels() -> type[Backend]:
         (3, Doubled, "name must be letters, digits and underscores, got 3"),
         ("mine", Doubled(), "cls must be a subclass of tilemoe.Backend, got <.*Doubled object"),
         ("mine", dict, "cls must be a subclass of tilemoe.Backend, got <class 'dict'>"),
-        ("mine", Doubled, "cls Doubled must have the name that it is registered by: set name = 'mine' in it"),
+        ("mine", Doubled, "cls Doubled must be named as it is registered; set name = 'mine' in it"),
         ("partial", missing_kernels(), "cls Partial does not define combine, combine_grad, down_proj, "),
     ],
 )
@@ -206,6 +206,6 @@ def test_without_triton_its_backends_say_what_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setattr(registry, "has_triton", lambda: False)
     registry._made.cache_clear()
     for name in ("triton", "hopper"):
-        with pytest.raises(ValueError, match=f"kernels='{name}' needs the package triton, which PyTorch's builds"):
+        with pytest.raises(ValueError, match=f"kernels='{name}' needs the package triton; install a build of PyTorch"):
             backend_named(name)
     assert backend_named("torch").name == "torch"

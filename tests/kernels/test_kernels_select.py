@@ -169,7 +169,7 @@ NO_TRITON = "Triton does not run on cpu"
     [
         (choose_experts, (GPU, FP64, (64, 32)), "torch", "no Triton kernel computes in torch.float64"),
         (choose_experts, (GPU, FP64, (64, 36)), "torch", "no Triton kernel computes in torch.float64"),
-        (choose_experts, (GPU, FP32, (64, 32)), "torch", "cuBLAS's fp32 products are faster; pass kernels='triton'"),
+        (choose_experts, (GPU, FP32, (64, 32)), "torch", "cuBLAS's fp32 GEMMs are faster; pass kernels='triton'"),
         (choose_experts, (GPU, BF16, (64, 36)), "torch", "must be multiples of 8"),
         (choose_experts, (GPU, BF16, (60, 32)), "torch", "must be multiples of 8"),
         (choose_experts, (CPU, BF16, (64, 32)), "torch", NO_TRITON),
@@ -195,7 +195,7 @@ NO_TRITON = "Triton does not run on cpu"
         (choose.choose_expert_parallel, (GPU, 4, 32, 128, 8), "triton", ""),
         (choose.choose_expert_parallel, (GPU, 0, 0, 128, 8), "torch", exchange.why_unsupported(0, 0, 128, 8)),
         (choose.choose_expert_parallel, (GPU, 4, 32, 130, 65), "torch", exchange.why_unsupported(4, 32, 130, 65)),
-        (choose_lm, (torch.nn.Parameter(torch.ones(2)),), "torch", "Parameter may stand for a tensor"),
+        (choose_lm, (torch.nn.Parameter(torch.ones(2)),), "torch", "Parameter is not a plain tensor"),
     ],
 )
 def test_who_serves_and_why(ask: Callable[..., Any], arguments: tuple[Any, ...], name: str, reason: str) -> None:
@@ -255,7 +255,7 @@ def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "reason"),
     [
-        (89, torch.bfloat16, "one kernel each way"),
+        (89, torch.bfloat16, "one kernel packs, one unpacks"),
         (80, torch.bfloat16, "e4m3 needs compute capability 8.9"),
         (90, torch.float64, "no Triton kernel computes in torch.float64"),
     ],

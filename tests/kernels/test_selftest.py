@@ -100,7 +100,7 @@ def test_what_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, file=open('pids', 'w', 1)); "
     code += "import os; print(os.getpid(), file=open('pids', 'a')); time.sleep(1000)"
     found = judged(["sh", "-c", f'cd {tmp_path} && exec {sys.executable} -c "{code}"'], seconds=2)
-    assert (found.why, found.is_kept) == ("it was killed after 2 s without an end", True)
+    assert (found.why, found.is_kept) == ("it did not end within 2 s and was killed", True)
     pids = list(map(int, (tmp_path / "pids").read_text().split()))
     end = time.monotonic() + 10
     while any(map(is_alive, pids)) and time.monotonic() < end:
@@ -112,9 +112,9 @@ def test_what_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "why", "is_kept"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "it ended by SIGKILL: it said nothing", True),
+        ("import os; os.kill(os.getpid(), 9)", "it ended by SIGKILL: it printed nothing", True),
         ("import os; os.abort()", "it ended by SIGABRT: ", True),
-        ("import os; os._exit(3)", "it ended with status 3: it said nothing", False),
+        ("import os; os._exit(3)", "it ended with status 3: it printed nothing", False),
         ("import nowhere", "it ended with status 1: ModuleNotFoundError: No module named 'nowhere'", False),
     ],
 )
@@ -209,8 +209,8 @@ def test_the_self_test_in_its_process_passes_once(cache: Path, monkeypatch: pyte
             "Wrong",
             "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-relativ",
         ),
-        ("Hangs", "it was killed after 4 s without an end"),
-        ("Killed", "it ended by SIGKILL: it said nothing"),
+        ("Hangs", "it did not end within 4 s and was killed"),
+        ("Killed", "it ended by SIGKILL: it printed nothing"),
     ],
 )
 def test_a_backend_that_fails_hangs_or_crashes_ends_in_the_portable_kernels_with_one_line(
@@ -230,7 +230,7 @@ def test_a_backend_that_fails_hangs_or_crashes_ends_in_the_portable_kernels_with
             assert chosen.name == "triton"
             assert said in chosen.reason
     (line,) = [str(warning.message) for warning in caught]
-    assert line.startswith(f"TILEMOE_BLACKWELL=1: the Blackwell kernels do not serve, {said}")
+    assert line.startswith(f"TILEMOE_BLACKWELL=1: the Blackwell kernels are not used: {said}")
     assert "\n" not in line
     assert len(list((cache / "verdicts").glob("toy*.json"))) == 1
 
@@ -266,9 +266,9 @@ def test_a_gpu_for_one_process_is_not_tried(asked: list[list[str] | None], monke
     assert key.items() > {"gpu": "B200", "capability": "10.0", "driver": "580.1", "backend": "blackwell"}.items()
     assert command[-6:] == ["--backend", "blackwell", "--device", "cuda:0", "--seconds", str(seconds)]
     assert (name, environment[selftest.SETTING], hindrance) == ("blackwell", "untested", None)
-    assert "whose compute mode is Exclusive_Process: nvidia-smi -c DEFAULT" in in_exclusive_mode
+    assert "whose compute mode is Exclusive_Process; run nvidia-smi -c DEFAULT" in in_exclusive_mode
     asked.append(None)
-    assert selftest.verdict("blackwell", B200) == Verdict("nvidia-smi does not say which driver there is", False)
+    assert selftest.verdict("blackwell", B200) == Verdict("nvidia-smi does not report the driver's version", False)
 
 
 def test_the_sources_are_in_the_key(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def selftests(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 @pytest.mark.parametrize(
     ("version", "setting", "verdict", "name", "said"),
     [
-        ("3.9.0", None, None, "triton", "the Blackwell kernels never ran: TILEMOE_BLACKWELL=1 lets them serve if they"),
+        ("3.9.0", None, None, "triton", "the Blackwell kernels are untested; TILEMOE_BLACKWELL=1 uses them if they"),
         ("3.9.0", "1", None, "blackwell", "TILEMOE_BLACKWELL turns them on"),
         (
             "3.9.0",
@@ -338,7 +338,7 @@ def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
         if name != "torch":
             assert choose_experts(B200, torch.bfloat16, (36, 20)).name == "torch"
     lines = [str(warning.message) for warning in caught]
-    expected = f"TILEMOE_BLACKWELL=1: the Blackwell kernels do not serve, {said}"
+    expected = f"TILEMOE_BLACKWELL=1: the Blackwell kernels are not used: {said}"
     assert len(lines) == (setting == "1" and name != "blackwell")
     assert all(line.startswith(expected) for line in lines)
     named = backend_named("blackwell").why_unsupported(B200, torch.bfloat16)
@@ -349,7 +349,7 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     blackwell: Callable[[str, tuple[int, int]], None], selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blackwell("3.9.0", (10, 0))
-    selftests.append(Verdict("it was killed after 600 s without an end"))
+    selftests.append(Verdict("it did not end within 600 s and was killed"))
     monkeypatch.setenv(selftest.SETTING, "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with warnings.catch_warnings():
@@ -358,7 +358,7 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     monkeypatch.setattr(hopper_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
     rows, plan = SimpleNamespace(device=B200, dtype=torch.bfloat16), SimpleNamespace(capacity=8)
     device_of_kernel = BlackwellBackend()._device
-    with raises_one_line("kernels='blackwell': their self-test has not passed: it was killed .*; pass kernels=None or"):
+    with raises_one_line("kernels='blackwell': their self-test has not passed: it did not end.*; pass kernels=None or"):
         device_of_kernel("down_proj", rows, plan, 64, 32)  # type: ignore[arg-type]
     selftests.append(Verdict(None))
     selftest.why_not.cache_clear()

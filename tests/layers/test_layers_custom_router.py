@@ -143,8 +143,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "logits must be bfloat16, float16, float32 or float64, got torch.int64",
     ),
-    (Gives(routing_of(19, E)), {}, "a Routing of 19 tokens and 8 experts, but there are 20 and 8; make its plan for"),
-    (Gives(routing_of(T, 9)), {}, "a Routing of 20 tokens and 9 experts, but there are 20 and 8; make its plan for"),
+    (Gives(routing_of(19, E)), {}, "a Routing of 19 tokens and 8 experts, not 20 and 8; make its plan for"),
+    (Gives(routing_of(T, 9)), {}, "a Routing of 20 tokens and 9 experts, not 20 and 8; make its plan for"),
     (ExpertChoice(), {"rounding": TokenRounding("up", 16)}, "cfg.rounding needs a router that gives logits; set it to"),
     (TwoLayers(), {"router": RouterConfig(selection_bias=True)}, "selection_bias is missing"),
 ]
@@ -166,7 +166,7 @@ def test_logits_of_ones_own_score_replayed_ids() -> None:
 
 
 def test_a_mask_for_a_router_that_gives_a_routing_is_refused() -> None:
-    with pytest.raises(ValueError, match="token_mask needs a router that gives logits; one that gives a Routing"):
+    with pytest.raises(ValueError, match="token_mask needs a router that gives logits; let one that gives a Routing"):
         make(ExpertChoice())(torch.randn(T, D), torch.ones(T, dtype=torch.bool))
     with pytest.raises(ValueError, match="no selection bias"):
         make(ExpertChoice()).update_selection_bias(torch.ones(E), 0.1)

@@ -91,7 +91,7 @@ def check_a_decoder_balances_over_its_layers_group() -> None:
 
 def check_a_mesh_is_no_group() -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
-    with raises_one_line(r"group must be None or .* got DeviceMesh; of a DeviceMesh give mesh.get_group\(\)"):
+    with raises_one_line(r"group must be None or .* got DeviceMesh; pass mesh.get_group\(\) for a DeviceMesh"):
         MoE(CFG, group=mesh)
     assert_counts_over([0, 1, 2], make(mesh.get_group()))
 

@@ -150,5 +150,5 @@ def test_what_takes_no_adapters_is_named_and_stays(make: Any, rank: int, alpha: 
 
 
 def test_a_rank_of_attention_needs_attention() -> None:
-    with pytest.raises(ValueError, match="attention_rank is of attention; add 'attention' to modules, or leave"):
+    with pytest.raises(ValueError, match="attention_rank is for attention; add 'attention' to modules, or leave"):
         add_lora(layer(), 4, 8.0, attention_rank=2)

@@ -147,7 +147,7 @@ def test_merged_are_the_decoded_weights_and_the_adapters_rounded_once(storage: s
         ),
         (CFG, {"dtype": torch.float64}, "experts in fp64 cannot be kept in NF4, whose values are fp32; cast the model"),
         (CFG, {"storage": "int8"}, "storage must be one of"),
-        (CFG, {"modules": (ATTENTION,)}, "storage='nf4' is of experts; add 'experts' to modules"),
+        (CFG, {"modules": (ATTENTION,)}, "storage='nf4' is for experts; add 'experts' to modules"),
     ],
 )
 def test_what_is_refused_is_named_and_nothing_changes(cfg: MoEConfig, options: dict[str, Any], message: str) -> None:

@@ -129,7 +129,7 @@ BAD = [
     *(
         (
             {name: lambda t: t.clone().requires_grad_()},
-            rf"{name} must be frozen under adapters: {name}.requires_grad_\(F",
+            rf"{name} must be frozen under adapters; call {name}.requires_grad_\(F",
         )
         for name in ("w1", "w2", "b1", "b2")
     ),

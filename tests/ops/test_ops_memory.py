@@ -179,7 +179,7 @@ def test_it_is_one_line_with_the_step_the_need_and_a_way_out(kernel: str, monkey
     assert "12.25 MiB is free." in text
     assert "PYTORCH_ALLOC_CONF" not in text
     assert text.endswith("Pass fewer tokens per call, or recompute='up_proj', which keeps no pre-activations.")
-    sizes = "With 24 tokens in 72 rows, hidden_size 16, intermediate_size 8 and 6 experts it takes"
+    sizes = "With 24 tokens in 72 rows, hidden_size 16, intermediate_size 8 and 6 experts the call takes"
     assert (sizes in text) == ("bias_grad" not in step)
     assert_equal(forward_and_grads(moe, INPUTS, PLAN), expected, "after another try")
 
@@ -197,8 +197,8 @@ def test_the_forward_holds_nothing_while_its_error_is_handled(kernel: str, monke
 def test_the_need_in_numbers() -> None:
     shape = MoEShape(32768, 2048, 1024, 64, 8)
     text = out_of_memory_message("forward", FOUND, shape)
-    assert "it takes 2.50 GiB in forward and 2.50 GiB in backward, gradients included." in text
-    assert "it takes 10.00 MiB in forward" in out_of_memory_message("forward", FOUND, replace(shape, num_tokens=128))
+    assert "the call takes 2.50 GiB in forward and 2.50 GiB in backward, gradients included." in text
+    assert "call takes 10.00 MiB in forward" in out_of_memory_message("forward", FOUND, replace(shape, num_tokens=128))
     nothing_said = out_of_memory_message("forward", "", shape)
     assert nothing_said.startswith("tilemoe.moe, forward: out of memory. With 32768 tokens")
     sizes_unknown = out_of_memory_message("forward", "HIP out of memory.", None)

@@ -123,7 +123,7 @@ class Blind(TorchBackend):
     [
         (
             {"w1": lambda w: Nf4Weight(w.codes, w.absmax.clone().requires_grad_())},
-            r"w1.absmax must be frozen under adapters: w1.absmax.requires_grad_\(False\)",
+            r"w1.absmax must be frozen under adapters; call w1.absmax.requires_grad_\(False\)",
         ),
         ({"w1": lambda w: w[:, :64]}, r"w1 must be \(5, 128, 128\) to go with w2"),
         ({"x": lambda x: x[:, :96]}, r"x must be \(40, 128\) to go with w2"),
@@ -136,7 +136,7 @@ class Blind(TorchBackend):
             "hidden_size must be a multiple of 64, the block of NF4, got 96",
         ),
         ({"w2": lambda w: Nf4Weight(w.codes.to("meta"), w.absmax.to("meta"))}, "w2 is on meta but x is on cpu"),
-        ({"kernels": lambda _: "blind"}, "kernels='blind' read no weights in NF4; leave kernels out"),
+        ({"kernels": lambda _: "blind"}, "kernels='blind' cannot read weights in NF4; leave kernels out"),
     ],
 )
 def test_what_is_refused_is_named(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

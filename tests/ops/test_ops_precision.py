@@ -198,10 +198,15 @@ def test_where_it_is_not_had_it_is_the_layers_own_dtype() -> None:
 @pytest.mark.parametrize(
     ("d", "dtype", "compiled", "said"),
     [
-        (96, torch.float32, False, r"float32 by torch, not in FP8 \(d is not a multiple of 128\): change that"),
-        (96, torch.bfloat16, True, r"bfloat16 by torch, not in FP8 \(d is not a multiple of 128\)"),
-        (128, torch.float64, False, r"float64 by torch, not in FP8 \(fp64 is not quantised\)"),
-        (128, torch.float16, False, r"float16 by torch_fp8, .* emulated, not faster"),
+        (
+            96,
+            torch.float32,
+            False,
+            r"float32 use kernels='torch', not in FP8 \(d is not a multiple of 128\): change that",
+        ),
+        (96, torch.bfloat16, True, r"bfloat16 use kernels='torch', not in FP8 \(d is not a multiple of 128\)"),
+        (128, torch.float64, False, r"float64 use kernels='torch', not in FP8 \(fp64 is not quantised\)"),
+        (128, torch.float16, False, r"float16 use kernels='torch_fp8', .* emulated, not faster"),
     ],
 )
 def test_fp8_that_is_not_had_is_said_once(d: int, dtype: torch.dtype, compiled: bool, said: str) -> None:
@@ -242,7 +247,7 @@ def test_a_layer_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kernels": "torch_fp8"}, r"kernels='torch_fp8' computes in fp8, but precision is 'bf16'"),
         ({"save": "fp4"}, r"save must be one of fp8, full; got 'fp4'"),
         ({"save": None}, r"save must be one of fp8, full; got None"),
-        ({"save": "fp8", "recompute": "up_proj"}, r"save='fp8' has no h to keep with recompute='up_proj'; leave one"),
+        ({"save": "fp8", "recompute": "up_proj"}, r"save='fp8' needs h, which recompute='up_proj' drops; leave one"),
         ({"save": "fp8", "dtype": torch.float64}, r"save='fp8': fp64 is not quantised; use save='full', or another d"),
     ],
 )

@@ -141,7 +141,7 @@ def test_nothing_is_quantised_where_nothing_is_differentiated(monkeypatch: pytes
 
 
 def test_a_width_without_whole_blocks_is_named() -> None:
-    message = r"save='fp8' needs h's width, n or 2n where gated, to be a multiple of 128, got 64; change inter.*"
+    message = r"save='fp8' needs the width of h \(n, or 2n if gated\) to be a multiple of 128, got 64; change inter.*"
     with pytest.raises(ValueError, match=message):
         tilemoe.MoEConfig(D, 32, E, K, save="fp8")
     inputs = make_inputs(PLANS["random"], 16, 32)

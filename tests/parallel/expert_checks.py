@@ -472,7 +472,7 @@ def check_errors() -> None:
     fully_shard(sharded)
     expert_parallel(divided, mesh)
     data_parallel = DistributedDataParallel(make_net(torch.float32))
-    part = "pass one that has all of them, with a second dimension"
+    part = "pass a mesh of all of them, with a second dimension"
     cases = [
         (nn.Linear(2, 2), mesh, {}, r"module \(Linear\) has no MoE layer to divide: .*fully_shard alone"),
         (None, mesh, {}, "module must be a torch.nn.Module, got NoneType"),
@@ -480,14 +480,14 @@ def check_errors() -> None:
         (net, None, {}, "mesh must be a DeviceMesh, got NoneType; make one by init_device_mesh"),
         (net, init_device_mesh("cpu", (ranks,)), {}, r"mesh has no dimension 'expert' \(it has no names\); pass"),
         (net, mesh_of(1, 1, 1, ranks, names=("a", "b", "c", "expert")), {}, "mesh has 3 dimensions beside 'expert'"),
-        (net, mesh_of(2, ranks // 2)["expert"], {}, f"alone, and {ranks // 2} of the job's {ranks} processes; {part}"),
+        (net, mesh_of(2, ranks // 2)["expert"], {}, f"only .* and {ranks // 2} of the job's {ranks} processes; {part}"),
         (net, mesh, {"gradient_divide_factor": 0}, "gradient_divide_factor must be .*, got 0"),
         (net, mesh, {"exchange": "post"}, "exchange"),
         (nn.Sequential(net, odd), mesh, {}, rf"num_experts \({2 * ranks + 1}\) must be divisible by the {ranks}"),
         (grouped, mesh, {}, r"Qwen3MoeExperts \(qwen3_moe\) computes its experts by 'grouped_mm', .*use\(model\)"),
         (theirs, mesh, {}, "divided by transformers' own expert parallelism; load it without distributed_config"),
         (adapted, mesh, {}, r"of PEFT \(base_model.model.model.layers.0.mlp.experts\) on something else .*; merge it"),
-        (common, mesh, {}, r"experts \(first.experts\) that share scale, which cannot be divided"),
+        (common, mesh, {}, r"experts \(first.experts\) that share the parameter scale, which cannot be divided"),
         (sharded, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
         (data_parallel, mesh, {}, "wrapped by DistributedDataParallel already; call expert_parallel first, on what it"),
         (nn.Sequential(data_parallel), mesh, {}, r"wrapped by DistributedDataParallel \(0\) already"),

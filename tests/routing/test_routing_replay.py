@@ -151,5 +151,5 @@ def test_a_record_that_does_not_fit_is_one_line() -> None:
         with raises_one_line(f"batch_size {message}"):
             record.expert_ids(batch_size)
     record.add("two", any_ids(12))
-    with raises_one_line(r"the record's layers have \[3, 6\] tokens of a sequence"):
+    with raises_one_line(r"the record's layers have \[3, 6\] tokens per sequence"):
         record.expert_ids(2)

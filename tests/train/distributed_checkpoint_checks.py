@@ -407,7 +407,7 @@ def check_shared_adapters_are_not_merged() -> None:
     for config in (EXACT, replace(EXACT, expert=2)):
         training = make("adapters", config)
         expected = whole_state(training)
-        with raises_one_line("adapters cannot be merged while processes share the model; save a checkpoint"):
+        with raises_one_line("adapters of a sharded model cannot be merged; save a checkpoint"):
             merge_lora(training[0])
         assert_equal(whole_state(training), expected)
 

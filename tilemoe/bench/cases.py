@@ -77,5 +77,5 @@ def _read(path: Path) -> dict[str, MoEShape]:
     found = {name: from_dict(MoEShape, sizes, f"{path}: {name}.") for name, sizes in data.items()}
     for name, shape in found.items():
         if shape.num_experts > (most := min(MOST_EXPERTS, shape.hidden_size)):
-            raise ValueError(f"{path}: {name}.num_experts must be at most {most}: more the gate cannot tell apart")
+            raise ValueError(f"{path}: {name}.num_experts must be at most {most}; the check needs distinct logits")
     return found

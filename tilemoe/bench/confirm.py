@@ -48,7 +48,7 @@ def run_tests(backend: str) -> None:
     if not script.exists():
         return
     command, known = [sys.executable, str(script), "gpu", "-k", backend], len(record.rows("gpu_tests"))
-    print(f"the checkout's GPU tests of {backend}", flush=True)
+    print(f"running the checkout's GPU tests of {backend}", flush=True)
     with suppress(subprocess.TimeoutExpired):
         environment = {**os.environ, "TILEMOE_RESULTS": str(record.RESULTS)}
         subprocess.run(command, env=environment, timeout=TEST_SECONDS, check=False)

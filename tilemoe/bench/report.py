@@ -38,7 +38,7 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
         others = [
             other for other in MODES if other != mode and any(newest_rows(name, other, gpu, "case") for name in KINDS)
         ]
-        do = f"give --mode {others[0]}, which there are" if others else "run tilemoe bench"
+        do = f"pass --mode {others[0]}, which has rows" if others else "run tilemoe bench"
         raise ValueError(f"{record.RESULTS} has no rows of mode {mode!r}{f' on {gpu}' if gpu else ''}; {do}")
     sections.append(Section("Files of results, and their newest rows", _files()))
     out.mkdir(parents=True, exist_ok=True)

@@ -64,8 +64,8 @@ class AllToAllDispatcher:
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
             raise ValueError(
-                f"{plan.num_tokens} tokens times {self.experts_per_rank} experts of a process exceed the int32 that "
-                "names a pair; split the batch"
+                f"{plan.num_tokens} tokens times {self.experts_per_rank} experts per process exceed int32, the dtype "
+                "of pair indices; split the batch"
             )
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):

@@ -45,7 +45,7 @@ SLACK_ROWS = 1024  # added to a window's capacity: few tokens are routed less ev
 _ROUNDED = 128  # limits are rounded up to multiples of this
 _SPARE = 1 / 40  # a layer's spare room, as a share of the rows that it received
 _STEPS = 128  # a layer's room is in steps of pairs / 128: few layouts, so that recorded launches serve many layers
-_EAGER_FIRST = "all ranks open a window together: call the model once outside of torch.compile before fullgraph=True"
+_EAGER_FIRST = "torch.compile cannot open the exchange's window; call the model once uncompiled before fullgraph=True"
 _names = itertools.count()
 
 
@@ -100,7 +100,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) 
     if memory is None or any(problems):
         rank, found = next((rank, found) for rank, found in enumerate(problems) if found)
         raise RuntimeError(
-            f"rank {rank} of those that share experts has no {size} bytes of symmetric memory for what it sends: "
+            f"expert-parallel rank {rank} cannot allocate {size} bytes of symmetric memory: "
             f"{found}; take smaller batches, or exchange='collective' (--parallel.exchange collective)"
         )
     memory[:HEADER_BYTES].zero_()
@@ -163,9 +163,9 @@ class Windows:
             grows = self._do_all_grow(tokens, pairs)
             if not grows:
                 raise ValueError(
-                    f"this process has {tokens} tokens, of {pairs} pairs, where those that share its experts have room "
-                    f"for {limits.tokens} and {limits.pairs}, and not all others have more than that; pass "
-                    "max_tokens=, the most of any process, or exchange='collective', to expert_parallel"
+                    f"this process has {tokens} tokens and {pairs} pairs, but its expert-parallel group's window holds "
+                    f"{limits.tokens} and {limits.pairs}, and only grows if all processes have more; pass max_tokens=, "
+                    "the most of any process, or exchange='collective' to expert_parallel"
                 )
         if self._window is None or grows:
             rows, _, layer = self.overflow().tolist()
@@ -209,7 +209,7 @@ class Windows:
             self._clear()
             room = self._limits.tokens
             raise ValueError(
-                f"a process had {tokens} tokens, and those that share its experts have room for {room}"
+                f"a process had {tokens} tokens, but its expert-parallel group's window holds {room}"
                 if tokens
                 else f"a process would have received {rows} rows in layer {layer}, more than it has room for: outputs "
                 "of that step are NaN; take fewer tokens, or exchange='collective' (--parallel.exchange collective)"

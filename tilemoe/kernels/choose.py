@@ -84,7 +84,7 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
     Examples:
         >>> choice = tilemoe.select_kernels("cpu", torch.bfloat16)
         >>> choice.name, choice.reason
-        ('torch', 'plain PyTorch runs on any device, for cpu, torch.bfloat16: Triton does not run on cpu')
+        ('torch', 'plain PyTorch is used for cpu, torch.bfloat16: Triton does not run on cpu')
     """
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {shown(dtype)}")
@@ -223,7 +223,7 @@ def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPackin
         return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
     from tilemoe.kernels.experts.triton.formats import quantize as by_triton
 
-    return Choice("triton", RowPacking(by_triton.pack_rows, by_triton.unpack_rows), "one kernel each way")
+    return Choice("triton", RowPacking(by_triton.pack_rows, by_triton.unpack_rows), "one kernel packs, one unpacks")
 
 
 def choose_lm(x: Tensor) -> Choice[None]:
@@ -231,7 +231,7 @@ def choose_lm(x: Tensor) -> Choice[None]:
     if torch.compiler.is_compiling():
         return Choice("torch", None, "torch.compile makes a kernel of its own")
     if type(x) is not Tensor:
-        return Choice("torch", None, f"{type(x).__name__} may stand for a tensor")
+        return Choice("torch", None, f"{type(x).__name__} is not a plain tensor")
     why = why_no_triton(x.device)
     return Choice("triton", None, "one kernel in place of several") if why is None else Choice("torch", None, why)
 
@@ -244,7 +244,7 @@ def choose_projections(device: torch.device) -> Choice[None]:
         return Choice("torchao", None, "FP8 is asked for; it is emulated here, slower than the layer's own dtype")
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return Choice("torch", None, "not in FP8 (it needs NVIDIA's compute capability 8.9 or above)")
-    return Choice("torchao", None, "FP8 is asked for, and the GPU multiplies it")
+    return Choice("torchao", None, "FP8 is asked for, and the GPU has FP8 matrix units")
 
 
 def choose_document_attention(device: torch.device, dtype: torch.dtype, width: int) -> Choice[DocumentAttention]:

@@ -107,8 +107,8 @@ class Experts(nn.Module):
         backend = self._backend_class(x)
         if not backend.batch_invariance.startswith("yes"):
             raise ValueError(
-                f"invariance='batch': the experts in {x.dtype} by {backend.name} ({backend.batch_invariance}); pass "
-                "kernels='triton' on a GPU, or set it to 'none' in the MoEConfig"
+                f"invariance='batch': kernels={backend.name!r} is not batch-invariant in {x.dtype} "
+                f"({backend.batch_invariance}); pass kernels='triton' on a GPU, or set it to 'none' in the MoEConfig"
             )
 
     def extra_repr(self) -> str:

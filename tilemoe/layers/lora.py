@@ -32,7 +32,7 @@ _WEIGHTS = ("w1", "w2")
 _DENSE = "dense"
 _BYTE = torch.float8_e4m3fn  # a floating-point dtype of one byte
 _OF_TRANSFORMERS = (
-    "on a model of transformers PEFT puts them, get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
+    "on a model of transformers use PEFT: get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
     "target_parameters=['experts.gate_up_proj', 'experts.down_proj']))"
 )
 
@@ -239,7 +239,7 @@ def _check_storage(base: Experts, storage: str) -> None:
 
 def _check(base: Experts, rank: int) -> None:
     if rank > base.cfg.hidden_size:
-        raise ValueError(f"rank must be at most hidden_size ({base.cfg.hidden_size}), that of the weights, got {rank}")
+        raise ValueError(f"rank must be at most hidden_size ({base.cfg.hidden_size}), got {rank}")
     if not isinstance(base.dispatcher, LocalDispatcher):
         raise ValueError(
             "experts under expert parallelism cannot have adapters; add them before the model is parallelized"
@@ -300,12 +300,12 @@ def add_lora(
     if attention_rank is not None:
         require_int("attention_rank", attention_rank, 1)
         if not attentions:
-            raise ValueError("attention_rank is of attention; add 'attention' to modules, or leave attention_rank out")
+            raise ValueError("attention_rank is for attention; add 'attention' to modules, or leave attention_rank out")
     require_factory(None, dtype, FLOAT_DTYPES)
     require_finite("alpha", alpha, positive=True)
     require_choice("storage", storage, (_DENSE, *STORAGES))
     if storage != _DENSE and not layers:
-        raise ValueError(f"storage={storage!r} is of experts; add 'experts' to modules, or leave storage out")
+        raise ValueError(f"storage={storage!r} is for experts; add 'experts' to modules, or leave storage out")
     for layer in layers:  # before anything changes
         _check(layer.experts, rank)
         if storage != _DENSE:
@@ -345,7 +345,7 @@ def merge_lora(model: nn.Module) -> None:
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):  # indexing it would give copies
         raise ValueError(
-            "adapters cannot be merged while processes share the model; save a checkpoint, and merge by tilemoe export"
+            "adapters of a sharded model cannot be merged; save a checkpoint, then merge them with tilemoe export"
         )
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

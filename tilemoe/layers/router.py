@@ -137,16 +137,16 @@ def checked_output(
         )
     if out.plan.num_tokens != tokens or out.plan.num_experts != experts:
         raise ValueError(
-            f"router gave a Routing of {out.plan.num_tokens} tokens and {out.plan.num_experts} experts, but there are "
+            f"router gave a Routing of {out.plan.num_tokens} tokens and {out.plan.num_experts} experts, not "
             f"{tokens} and {experts}; make its plan for x's tokens and cfg.num_experts"
         )
     if token_mask is not None:
         raise ValueError(
-            "token_mask needs a router that gives logits; one that gives a Routing leaves tokens out of its plan itself"
+            "token_mask needs a router that gives logits; let one that gives a Routing leave them out of its plan"
         )
     if expert_ids is not None:
         raise ValueError(
-            "expert_ids needs a router that gives logits, which score them; one that gives a Routing replays by itself"
+            "expert_ids needs a router that gives logits, which score them; let one that gives a Routing replay them"
         )
     if cfg.rounding is not None:
         raise ValueError("cfg.rounding needs a router that gives logits; set it to None for one that gives a Routing")

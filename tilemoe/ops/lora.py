@@ -144,7 +144,7 @@ def _check_packed(weight: PackedWeight, backend: Backend, d: int, n: int) -> Non
         raise ValueError(why)
     if weight.name not in type(backend).packed:  # of the class, a constant for torch.compile
         raise ValueError(
-            f"kernels={backend.name!r} read no weights in {weight.name.upper()}; leave kernels out, or pass 'torch'"
+            f"kernels={backend.name!r} cannot read weights in {weight.name.upper()}; leave kernels out, or pass 'torch'"
         )
 
 
@@ -152,7 +152,7 @@ def _check_frozen(weights: dict[str, Tensor | None]) -> None:
     """ValueError that names a weight, or the scales of a packed one, that requires a gradient."""
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
-            raise ValueError(f"{name} must be frozen under adapters: {name}.requires_grad_(False)")
+            raise ValueError(f"{name} must be frozen under adapters; call {name}.requires_grad_(False)")
 
 
 def _check(x: Tensor, w2: Tensor, adapters: Adapters, spec: ActivationSpec) -> None:

@@ -117,7 +117,7 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
         chosen = choose_experts(like.device, like.dtype, widths, precision)
         if precision != "bf16" and (type(chosen.impl).precision != precision or like.device.type == "cpu"):
             # No backend serves FP8 here, or a CPU emulates it.
-            warn_once(f"precision={precision!r}: experts in {like.dtype} by {chosen.name}, {chosen.reason}")
+            warn_once(f"precision={precision!r}: experts in {like.dtype} use kernels={chosen.name!r}, {chosen.reason}")
         return chosen.impl
     backend = backend_of(kernels)
     computes_in = type(backend).precision  # of the class, a constant for torch.compile
@@ -146,7 +146,7 @@ def check_options(
     if recompute is not None and not (isinstance(recompute, str) and recompute == "up_proj"):
         raise ValueError(f"recompute must be None or 'up_proj', got {shown(recompute)}")
     if recompute is not None and save != "full":
-        raise ValueError(f"save={save!r} has no h to keep with recompute={recompute!r}; leave one of them out")
+        raise ValueError(f"save={save!r} needs h, which recompute={recompute!r} drops; leave one of them out")
 
 
 def _check_fp8_save(dtype: torch.dtype, width: int) -> None:

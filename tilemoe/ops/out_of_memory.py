@@ -54,7 +54,7 @@ def _need(shape: MoEShape) -> str:
         f"intermediate_size {shape.intermediate_size} and {shape.num_experts} experts"
     )
     forward, backward = _size(forward_peak_bytes(shape)), _size(backward_peak_bytes(shape))
-    return f"With {sizes} it takes {forward} in forward and {backward} in backward, gradients included."
+    return f"With {sizes} the call takes {forward} in forward and {backward} in backward, gradients included."
 
 
 def _size(count: int) -> str:

@@ -198,7 +198,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     for name, part in module.named_modules():
         if isinstance(part, (DistributedDataParallel, FullyShardedDataParallel)):
             kind = f"{type(part).__name__}{name and f' ({name})'}"
-            raise ValueError(f"module is wrapped by {kind} already; call expert_parallel first, on what it wraps")
+            raise ValueError(f"module is wrapped by {kind} already; call expert_parallel before you wrap it")
     found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Experts)]
     theirs = list(integration.experts_modules(module))
     if not found and not theirs:
@@ -215,8 +215,8 @@ def _layers(module: nn.Module) -> list[nn.Module]:
         shared = [key for key, parameter in parameters.items() if parameter.shape[:1] != (_num_experts(layer),)]
         if shared:
             raise ValueError(
-                f"module has experts ({name}) that share {shared[0]}, which cannot be divided; move it out of them, or "
-                "shard the model by fully_shard alone"
+                f"module has experts ({name}) that share the parameter {shared[0]}, which cannot be divided; move it "
+                "out of them, or shard the model by fully_shard alone"
             )
     for name, layer in theirs:
         wrappers_of(module, name)
@@ -238,14 +238,14 @@ def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
     others = tuple(name for name in names if name != dim)
     if len(others) > 2:
         raise ValueError(
-            f"mesh has {len(others)} dimensions beside {dim!r}, and FSDP takes two, of copies and of shards; pass a "
-            "part of it, mesh[...], or flatten it"
+            f"mesh has {len(others)} dimensions beside {dim!r}, but FSDP takes at most two, replicas and shards; "
+            "pass a part of it, mesh[...], or flatten it"
         )
     if not others:
         if mesh.size() != (job := dist.get_world_size()):
             raise ValueError(
-                f"mesh has the dimension {dim!r} alone, and {mesh.size()} of the job's {job} processes; pass one that "
-                "has all of them, with a second dimension over which FSDP shards the experts"
+                f"mesh has only the dimension {dim!r} and {mesh.size()} of the job's {job} processes; pass a mesh "
+                "of all of them, with a second dimension over which FSDP shards the experts"
             )
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(0), mesh_dim_names=(_FSDP, dim))
         others = (_FSDP,)

@@ -74,7 +74,7 @@ def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
         "ceilings": MEASURED if ceilings.is_measured else SPEC,
         "rates": MEASURED if is_measured(gpu, dtype) else SPEC,
         "source": gpu.source,
-        "note": "; with Triton >= 3.7.1, else PyTorch's kernels serve" if gpu.capability // 10 == 10 else "",
+        "note": "; needs Triton >= 3.7.1, else PyTorch's kernels are used" if gpu.capability // 10 == 10 else "",
     }
 
 

@@ -60,7 +60,7 @@ class Proposal:
     def __str__(self) -> str:
         settings = ", ".join(f"{name} {value}" for name, value in self.settings().items())
         room = f"{self.bytes / 1e9:.1f} of {self.setup.gpu.memory_gb:.0f} GB"
-        return f"{settings}; predicted {self.tokens_per_second:,.0f} tokens/s of a GPU in {room}"
+        return f"{settings}; predicted {self.tokens_per_second:,.0f} tokens/s per GPU, {room}"
 
     def settings(self) -> dict[str, Any]:
         """The trainer's settings, by name."""

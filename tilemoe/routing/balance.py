@@ -62,8 +62,8 @@ def check_group(group: Any) -> None:
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if not isinstance(group, dist.ProcessGroup) and not (type(group) is type(outside) and group == outside):
         raise ValueError(
-            f"group must be None or a torch.distributed process group, got {type(group).__name__}; of a DeviceMesh "
-            "give mesh.get_group(), for no other rank torch.distributed.GroupMember.NON_GROUP_MEMBER"
+            f"group must be None or a torch.distributed process group, got {type(group).__name__}; pass "
+            "mesh.get_group() for a DeviceMesh, torch.distributed.GroupMember.NON_GROUP_MEMBER for this rank alone"
         )
 
 

@@ -86,8 +86,8 @@ class RoutingRecord:
         ]
         if len({layer.shape for layer in layers}) > 1:
             raise ValueError(
-                f"the record's layers have {sorted({layer.shape[1] for layer in layers})} tokens of a sequence and "
-                f"{sorted({layer.shape[2] for layer in layers})} experts each; record layers that differ one by one"
+                f"the record's layers have {sorted({layer.shape[1] for layer in layers})} tokens per sequence and "
+                f"{sorted({layer.shape[2] for layer in layers})} experts per token; record those that differ apart"
             )
         return torch.stack(layers)
 
@@ -125,5 +125,5 @@ def check_replayed_ids(
     twice = in_order[:, 1:][in_order[:, 1:] == in_order[:, :-1]]
     if twice.numel():
         raise ValueError(
-            f"expert_ids names expert {int(twice[0])} twice for one token; each of its K experts must be another"
+            f"expert_ids names expert {int(twice[0])} twice for one token; a token's K experts must be distinct"
         )

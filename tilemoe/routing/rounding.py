@@ -102,8 +102,8 @@ def draw_uniform(
         return None
     if generator is not None and is_in_backward():
         raise ValueError(
-            "generator was given to a forward that activation checkpointing repeats, which restores PyTorch's default "
-            "one alone: the repeat would round to other rows; leave it out and call torch.manual_seed, or leave this "
+            "generator cannot be given under activation checkpointing, which restores only PyTorch's default one, "
+            "so the repeated forward would round to other rows; leave it out and call torch.manual_seed, or leave this "
             "layer out of checkpointing"
         )
     return torch.rand(num_experts, dtype=torch.float32, device=device, generator=generator)

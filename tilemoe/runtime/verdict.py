@@ -100,7 +100,7 @@ def _tried(command: Sequence[str], environment: Mapping[str, str], seconds: floa
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Verdict(f"it was killed after {seconds:g} s without an end", seconds=seconds)
+        return Verdict(f"it did not end within {seconds:g} s and was killed", seconds=seconds)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ def _tried(command: Sequence[str], environment: Mapping[str, str], seconds: floa
     took = round(time.perf_counter() - start, 1)
     with suppress(IndexError, ValueError, KeyError, TypeError):
         return replace(_verdict(out.splitlines()[-1]), seconds=took)
-    last = (err.strip().splitlines() or ["it said nothing"])[-1][:300]
+    last = (err.strip().splitlines() or ["it printed nothing"])[-1][:300]
     if process.returncode < 0:
         return Verdict(f"it ended by {signal.Signals(-process.returncode).name}: {last}", seconds=took)
     return Verdict(f"it ended with status {process.returncode}: {last}", is_kept=False, seconds=took)

@@ -37,7 +37,7 @@ _DESTINATIONS = 1024  # most tokens times ranks of a block
 def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: int) -> str | None:
     """Why these kernels do not support these sizes; None if they do."""
     if num_tokens == 0 or not 0 < num_pairs <= MAX_PAIRS or num_tokens * ranks > MAX_PAIRS:
-        return f"tokens times ranks, or pairs, are not in [1, {MAX_PAIRS}]"
+        return f"the number of pairs, or of tokens times ranks, is not in [1, {MAX_PAIRS}]"
     if num_experts > MAX_EXPERTS or ranks > MAX_RANKS:
         return f"more than {MAX_EXPERTS} experts or {MAX_RANKS} ranks"
     return None

@@ -37,7 +37,7 @@ def register_backend(name: str, cls: type[Backend]) -> None:
     if cls.__abstractmethods__:
         raise ValueError(f"cls {cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
     if getattr(cls, "name", None) != name:
-        raise ValueError(f"cls {cls.__name__} must have the name that it is registered by: set name = {name!r} in it")
+        raise ValueError(f"cls {cls.__name__} must be named as it is registered; set name = {name!r} in it")
     _BACKENDS[name] = cls
 
 
@@ -87,7 +87,7 @@ def class_of(row: Row) -> type[Backend]:
     It is a class because torch.compile treats class attributes as constants, and instance attributes not.
     """
     if row.needs_triton and not has_triton():
-        raise ValueError(f"kernels={row.name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
+        raise ValueError(f"kernels={row.name!r} needs the package triton; install a build of PyTorch for GPUs")
     module, _, attribute = row.architecture.partition(":")
     cls: type[Backend] = getattr(import_module(module), attribute)
     if cls.name == row.name:

@@ -36,7 +36,7 @@ def setting() -> str:
 def say_off(why: str) -> None:
     """Warn once, in one process of each host, that the requested kernels are not used."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        warn_once(f"{SETTING}={setting()}: the Blackwell kernels do not serve, {why}")
+        warn_once(f"{SETTING}={setting()}: the Blackwell kernels are not used: {why}")
 
 
 @cache  # each kernel call asks
@@ -63,11 +63,11 @@ def verdict(backend: str, device: torch.device, again: bool = False) -> Verdict:
         gpu = torch.cuda.get_device_properties(device)
         asked = nvidia_smi("driver_version", "compute_mode", gpu=f"GPU-{gpu.uuid}")
         if asked is None:
-            return Verdict("nvidia-smi does not say which driver there is", is_kept=False)
+            return Verdict("nvidia-smi does not report the driver's version", is_kept=False)
         driver, mode = asked
         key |= {"gpu": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "driver": driver}
         if mode != "Default":
-            hindrance = f"no second process can open the GPU, whose compute mode is {mode}: nvidia-smi -c DEFAULT"
+            hindrance = f"no second process can open the GPU, whose compute mode is {mode}; run nvidia-smi -c DEFAULT"
     test = ["doctor", "--backend", backend, "--device", str(device), "--seconds", str(SECONDS)]
     environment = {**os.environ, SETTING: UNTESTED, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     name = backend.replace(":", "-")

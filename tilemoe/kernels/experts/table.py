@@ -57,7 +57,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, why: WhyNot = None)
     if dtype == torch.float64:
         return f"no Triton kernel computes in {dtype}"
     if dtype == torch.float32:
-        return "cuBLAS's fp32 products are faster; pass kernels='triton' where nothing may wait for the GPU"
+        return "cuBLAS's fp32 GEMMs are faster; pass kernels='triton' if the host must not wait for the GPU"
     return why
 
 
@@ -68,7 +68,7 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, why: WhyNot) -> Wh
 def why_not_hopper_gpu(device: torch.device) -> WhyNot:
     """Why a GPU that runs the Triton kernels does not run the warp-specialised ones; None if it does."""
     if not torch.cuda.is_available():
-        return "no GPU is here to ask"
+        return "no GPU is visible"
     return hopper.why_unsupported(gpu_of(device), triton_version())
 
 
@@ -83,9 +83,7 @@ def _why_not_blackwell(device: torch.device, dtype: torch.dtype, why: WhyNot) ->
         return _why_not_hopper(device, dtype, why)
     of_gpu, found = why_no_triton(device), why_not_triton(device, dtype, why)
     if selftest.setting() == selftest.OFF:
-        return (
-            found or f"the Blackwell kernels never ran: {selftest.SETTING}=1 lets them serve if they pass a self-test"
-        )
+        return found or f"the Blackwell kernels are untested; {selftest.SETTING}=1 uses them if they pass a self-test"
     if found is None:
         found = of_gpu = why_not_blackwell_gpu(device, gpu_of(device))
     if of_gpu is not None:
@@ -125,7 +123,7 @@ ROWS = (
         "hopper",
         HOPPER,
         "bf16",
-        "warp-specialised kernels serve",
+        "warp-specialised kernels are used for",
         "the GPU has compute capability 9.0",
         _why_not_widths,
         _why_not_hopper,
@@ -134,18 +132,18 @@ ROWS = (
         "blackwell",
         BLACKWELL,
         "bf16",
-        "warp-specialised kernels serve",
+        "warp-specialised kernels are used for",
         f"{selftest.SETTING} turns them on",
         _why_not_widths,
         _why_not_blackwell,
     ),
-    Row("triton", TRITON, "bf16", "Triton kernels serve", None, _why_not_widths, why_not_triton),
-    Row("torch", TORCH, "bf16", "plain PyTorch runs on any device, for", None, _nothing, _nothing, needs_triton=False),
+    Row("triton", TRITON, "bf16", "Triton kernels are used for", None, _why_not_widths, why_not_triton),
+    Row("torch", TORCH, "bf16", "plain PyTorch is used for", None, _nothing, _nothing, needs_triton=False),
     Row(
         "hopper_fp8",
         HOPPER,
         "fp8",
-        "warp-specialised kernels with FP8 operands serve",
+        "warp-specialised kernels with FP8 operands are used for",
         "FP8 is asked for, and the GPU has compute capability 9.0",
         fp8.why_not,
         _why_not_hopper_fp8,
@@ -156,7 +154,7 @@ ROWS = (
         "torch_fp8",
         TORCH,
         "fp8",
-        "plain PyTorch with FP8 operands serves",
+        "plain PyTorch with FP8 operands is used for",
         "FP8 is asked for; on a CPU it is emulated, not faster",
         fp8.why_not,
         _why_not_emulated,

@@ -120,7 +120,7 @@ def _wide(width_in: int, width_out: int) -> str | None:
 
 
 def _unquantised(width_in: int, width_out: int) -> str | None:
-    return None if quantizes_wgrad(width_in, width_out) else "the weight gradient is too narrow to gain"
+    return None if quantizes_wgrad(width_in, width_out) else "the weight gradient is too narrow to gain from FP8"
 
 
 def _never(width_in: int, width_out: int) -> str | None:
