@@ -358,7 +358,8 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     monkeypatch.setattr(hopper_backend, "device_of", lambda t: Device(100, 227 * 1024, 148))
     rows, plan = SimpleNamespace(device=B200, dtype=torch.bfloat16), SimpleNamespace(capacity=8)
     device_of_kernel = BlackwellBackend()._device
-    with raises_one_line("kernels='blackwell': their self-test has not passed: it did not end.*; pass kernels=None or"):
+    why = "their self-test has not passed: it did not end within .* s and was killed; .*"
+    with raises_one_line(f"kernels='blackwell': {why} pass kernels=None or"):
         device_of_kernel("down_proj", rows, plan, 64, 32)  # type: ignore[arg-type]
     selftests.append(Verdict(None))
     selftest.why_not.cache_clear()

@@ -472,7 +472,7 @@ def check_errors() -> None:
     fully_shard(sharded)
     expert_parallel(divided, mesh)
     data_parallel = DistributedDataParallel(make_net(torch.float32))
-    part = "pass a mesh of all of them, with a second dimension"
+    part = f"{ranks // 2} of the job's {ranks} processes; pass a mesh of all of them, with a second dimension"
     cases = [
         (nn.Linear(2, 2), mesh, {}, r"module \(Linear\) has no MoE layer to divide: .*fully_shard alone"),
         (None, mesh, {}, "module must be a torch.nn.Module, got NoneType"),
@@ -480,7 +480,7 @@ def check_errors() -> None:
         (net, None, {}, "mesh must be a DeviceMesh, got NoneType; make one by init_device_mesh"),
         (net, init_device_mesh("cpu", (ranks,)), {}, r"mesh has no dimension 'expert' \(it has no names\); pass"),
         (net, mesh_of(1, 1, 1, ranks, names=("a", "b", "c", "expert")), {}, "mesh has 3 dimensions beside 'expert'"),
-        (net, mesh_of(2, ranks // 2)["expert"], {}, f"only .* and {ranks // 2} of the job's {ranks} processes; {part}"),
+        (net, mesh_of(2, ranks // 2)["expert"], {}, f"mesh has only the dimension .* and {part}"),
         (net, mesh, {"gradient_divide_factor": 0}, "gradient_divide_factor must be .*, got 0"),
         (net, mesh, {"exchange": "post"}, "exchange"),
         (nn.Sequential(net, odd), mesh, {}, rf"num_experts \({2 * ranks + 1}\) must be divisible by the {ranks}"),
