@@ -58,7 +58,7 @@ def require_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {shown(value)}")
     if value >= 1 << 63:  # overflows int64, which tensors and random-number generators use
-        raise ValueError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
+        raise ValueError(f"{name} must be below 2**63, got an integer of {value.bit_length()} bits")
 
 
 def require_finite(name: str, value: Any, *, positive: bool = False) -> None:

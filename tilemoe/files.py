@@ -65,7 +65,7 @@ def never_a_link(path: str, flags: int) -> int:
 
 def _require_no_link(path: str | Path) -> None:
     if os.path.islink(path):
-        raise OSError(errno.ELOOP, "it is a link, through which nothing is written: move it away", str(path))
+        raise OSError(errno.ELOOP, "it is a link, which tilemoe never writes to: move it away", str(path))
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -156,7 +156,7 @@ def _lock_within(descriptor: int, seconds: float) -> None:
             return
         except BlockingIOError as error:
             if time.monotonic() > end:
-                raise TimeoutError(f"another process has held it for {seconds:g} s") from error
+                raise TimeoutError(f"another process has held its lock for {seconds:g} s") from error
         time.sleep(0.1)
 
 

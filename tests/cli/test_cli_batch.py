@@ -58,9 +58,9 @@ def test_a_step_of_a_stated_size(run: Run, fails: Fails, taken: list[Recipe], tm
     for more in (("--data.batch_size=auto",), ("--data.batch-size", 3)):
         assert run(*start, *more)[0] == 0
     assert [(each.data.batch_size, each.train.accumulation) for each in taken] == [(6, 2), (3, 4)]
-    expected = r"--global-batch is 12 sequences of each process, which data.batch_size (5) must divide"
+    expected = r"--global-batch gives each process 12 sequences, no multiple of data.batch_size (5)"
     assert expected in fails(*start, "--data.batch-size", 5)
-    assert "must be a multiple of its 4 processes: 6" in fails(*start, "--global-batch", 6)
+    assert "must be a multiple of 4 processes, got 6" in fails(*start, "--global-batch", 6)
     assert "--train.accumulation follows from" in fails(*start, "--train.accumulation", 2)
     assert "--global-batch: invalid int value: 'many'" in fails(*start, "--global-batch", "many")
 
@@ -96,7 +96,7 @@ def test_the_plan_of_a_preset_for_a_stated_step(run: Run, fails: Fails) -> None:
     assert status == 0
     assert "proposed for steps of 64 sequences, 8 of each of 8 GPUs: the first line" in text
     assert "none fits, on 16 GPUs one sequence would" in text
-    assert "must be a multiple of its 8 processes: 63" in fails(*ask, "--global-batch", 63)
+    assert "must be a multiple of 8 processes, got 63" in fails(*ask, "--global-batch", 63)
     assert "name a layer each" in fails(*ask, "--recipe", "7b")
 
 
@@ -131,11 +131,11 @@ def test_copies_of_the_model_are_planned_one_by_one() -> None:
 def test_what_cannot_be_proposed_is_one_line(fails: Fails, tmp_path: Path) -> None:
     with raises_one_line("not even one sequence of 4096 tokens fits in 80 GB of a H100; take more GPUs"):
         proposal_for(RECIPE, H100, 1, 24)
-    with raises_one_line("data.batch_size auto plans training of all weights; give a number for adapters"):
+    with raises_one_line("data.batch_size auto cannot plan the training of adapters; give a number"):
         proposal_for(replace(RECIPE, lora=LoRAConfig(modules=("attention",))), H100, 4, 24)
     change = {"train": replace(RECIPE.train, compile="none"), "parallel": ParallelConfig(param_dtype=None)}
     options = "--train.compile blocks --parallel.param-dtype bfloat16"
-    with raises_one_line(f"data.batch_size auto plans compiled blocks in bf16; add {options}, or a number"):
+    with raises_one_line(f"data.batch_size auto needs compiled blocks in bf16; add {options} or a number"):
         proposal_for(replace(RECIPE, **change), H100, 4, 24)
     start = ("train", "--recipe", "tiny", "--train.device", "cpu", "--train.out-dir", tmp_path / "run")
-    assert "auto is planned for GPUs; give a number" in fails(*start, "--data.batch-size", "auto")
+    assert "auto works on GPUs only; give a number" in fails(*start, "--data.batch-size", "auto")

@@ -137,7 +137,7 @@ def test_a_template_that_marks_the_last_turn_alone_cannot_tell_weights(tmp_path:
     path = write_tokenizer(tmp_path / "base", last_alone)
     good = prepared(write_lines(tmp_path / "a.jsonl", [with_weights(1, 1)] * 2), tmp_path, str(path))
     assert good.train.num_targets == 3
-    with raises_one_line(r"b\.jsonl:1: the chat template marks 1 runs of words of 2 assistant's turns"):
+    with raises_one_line(r"b\.jsonl:1: the chat template marks 1 spans in 2 assistant's turns"):
         prepared(write_lines(tmp_path / "b.jsonl", [with_weights(1, 0)] * 2), tmp_path, str(path))
 
 
@@ -190,7 +190,7 @@ def test_of_several_templates_the_default_serves(shape: type, tmp_path: Path) ->
     assert template.source == "default of several"
     write("tool_use", "rag")
     with raises_one_line(
-        r"tokenizer_config\.json: .*'rag', 'tool_use' none is named 'default', .*; correct or remove it"
+        r"tokenizer_config\.json: .*none of its templates 'rag', 'tool_use' is named 'default'\); correct or remove it"
     ):
         read_chat_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("beside")
@@ -205,11 +205,11 @@ def test_of_several_templates_the_default_serves(shape: type, tmp_path: Path) ->
 def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tokenizer(tmp_path / "base", FORGETFUL)
     rows = write_lines(tmp_path / "a.jsonl", [CHAT] * 2)
-    with raises_one_line(r"a\.jsonl:1: .*messages\[1\] otherwise when more turns follow.*mark it .*{% generation %}"):
+    with raises_one_line(r"a\.jsonl:1: .*messages\[1\] differently when more turns follow.*mark it .*{% generation %}"):
         prepared(rows, tmp_path, str(path))
     for template, message in (
-        ("{{ raise_exception('no\nsystem') }}", r"the chat template does not take it \(no system\)"),
-        ("{{ 1 / 0 }}", r"the chat template does not take it \(division by zero\)"),
+        ("{{ raise_exception('no\nsystem') }}", r"the chat template cannot render it \(no system\)"),
+        ("{{ 1 / 0 }}", r"the chat template cannot render it \(division by zero\)"),
         ("ab{% generation %}{% endgeneration %}c", "no token to learn"),
     ):
         (path.parent / "chat_template.jinja").write_text(template)
@@ -230,14 +230,14 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("row", "message"),
     [
         ("no json", "this line is not JSON"),
-        ([CHAT], "neither 'messages' nor 'prompt' and 'completion'"),
-        ({**CHAT, "tools": [{}]}, "'tools' are not given to chat templates; write them into a turn"),
-        ({"prompt": "x"}, "neither 'messages' nor 'prompt' and 'completion'.*, but 'prompt'; "),
-        ({"question": "x", "answer": "y"}, ".*nor ShareGPT's or Alpaca's texts, but 'question', 'answer'; rename them"),
+        ([CHAT], "no 'messages', no 'prompt' with 'completion'"),
+        ({**CHAT, "tools": [{}]}, "'tools' is not passed to chat templates; write its content into a turn"),
+        ({"prompt": "x"}, "no 'messages', no 'prompt' with 'completion'.*, but 'prompt'; "),
+        ({"question": "x", "answer": "y"}, ".*and no ShareGPT or Alpaca fields, but 'question', 'answer'; rename them"),
         ({"instruction": "x", "input": 3, "output": "y"}, ".*but 'instruction', 'input', 'output'; rename them"),
         ({"instruction": "x", "output": ""}, r"messages\[1\]: the assistant's turn is empty"),
-        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "'history' are not given to chat templates"),
-        ({"conversations": [ASK, ANSWER], "system": "Be"}, "'system' are not given to chat templates"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "'history' is not passed to chat templates"),
+        ({"conversations": [ASK, ANSWER], "system": "Be"}, "'system' is not passed to chat templates"),
         ({"conversations": [{"from": "gpt", "value": "x"}]}, r"messages\[0\]: the assistant speaks first"),
         ({"conversations": [{"from": ["gpt"], "value": "x"}]}, r"messages\[0\] must have a 'role' and a 'content'"),
         ({"prompt": "x", "completion": " \n"}, "'completion' must be a text that is not empty"),
@@ -284,7 +284,7 @@ def test_examples_too_long_are_named_and_treated_as_told(tmp_path: Path) -> None
     with raises_one_line("too_long must be one of error, skip, truncate; got 'drop'"):
         prepared(path, tmp_path, too_long="drop")
     for choice in ("skip", "truncate"):
-        with raises_one_line(r"b\.jsonl': every training example is of more than 65 tokens; raise data\.seq_len"):
+        with raises_one_line(r"b\.jsonl': every training example has more than 65 tokens; raise data\.seq_len"):
             prepared(write_lines(tmp_path / "b.jsonl", [hopeless] * 4), tmp_path, too_long=choice)
     with raises_one_line(r"too few examples to hold any out; add some or lower heldout_every \(20\)"):
         prepared(path, tmp_path, too_long="skip", heldout_every=20)
@@ -338,15 +338,13 @@ def test_chat_reads_jsonl_alone_and_text_reads_no_chat(tmp_path: Path) -> None:
     chats = [CHAT, {"conversations": []}, {"prompt": "a", "completion": "b"}, {"instruction": "a", "output": "b"}]
     for row in chats:
         named = ", ".join(map(repr, row))
-        with raises_one_line(
-            rf"b\.jsonl:1: no string in a field 'text' .*, but {named}; read it by --data\.format chat"
-        ):
+        with raises_one_line(rf"b\.jsonl:1: no string in a field 'text' .*, found {named}; use --data\.format chat"):
             prepare(str(write_lines(tmp_path / "b.jsonl", [row])), "bytes", tmp_path / "cache")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "b.parquet")
         columns = ", ".join(row)
-        with raises_one_line(rf"b\.parquet: no column .* among {columns}; --data\.format chat takes \.jsonl"):
+        with raises_one_line(rf"b\.parquet: no column .* among {columns}; --data\.format chat reads only \.jsonl"):
             prepare(str(tmp_path / "b.parquet"), "bytes", tmp_path / "cache")
-    with raises_one_line(r"no string in a field 'text' or 'content', but 'id'; correct or remove the line"):
+    with raises_one_line(r"no string in a field 'text' or 'content', found 'id'; correct or remove the line"):
         prepare(str(write_lines(tmp_path / "b.jsonl", [{"id": 1}])), "bytes", tmp_path / "cache")
 
 

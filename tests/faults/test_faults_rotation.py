@@ -144,7 +144,7 @@ def test_every_call(
     right, wrong = [first[1], run.answer(command, run.path)[1]], []
     assert right[0] != right[1] or command == "plan"
     if command == "verify":
-        right.append([f"{run.path / FIRST}: dropped meanwhile, as by a training"])
+        right.append([f"{run.path / FIRST}: deleted meanwhile, perhaps by a training"])
     is_read = path == run.path and happens == run.rotate and command != "train"
     for number in count(step=EVERY):
         run.start()

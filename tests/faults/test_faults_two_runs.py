@@ -86,9 +86,9 @@ def expected(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 REFUSALS = (
     "another process is training in it; ",
-    "another process has trained in it and dropped step_.* meanwhile; when that has ended, run the same command",
+    "another process has trained in it and deleted step_.*; run the same command again when that process has ended",
     "is not empty; add --resume",
-    "holds checkpoints of a run, which may have begun meanwhile; run the command with --resume",
+    "holds checkpoints, perhaps of a run that has just begun; run the command with --resume",
 )
 
 

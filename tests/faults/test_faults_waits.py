@@ -34,7 +34,7 @@ from tilemoe.train.job.watch import GO_ON
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process("interpreter")]
 LAYERS, TIMEOUT_S = 3, 4
-LIMIT = f"no process has moved within train.timeout ({TIMEOUT_S} s)"
+LIMIT = f"no process has advanced within train.timeout ({TIMEOUT_S} s)"
 SECONDS = 30  # in which all have ended whom nothing keeps; train.timeout is longer there
 Plant = Callable[[Any, str, Callable[..., Any]], None]
 HIT = LAYERS + 2  # of the calls that each layer makes once in a step: that of blocks.1 in the second

@@ -150,7 +150,7 @@ def test_who_waits_does_so_for_a_bounded_time_and_a_killed_process_holds_nothing
         assert holder.stdout.readline() == b"held\n"
         found = judged(saying(Verdict(None)), seconds=0.1, again=True)
         holder.kill()
-    assert found == Verdict(f"{path}: another process has held it for 0.2 s", is_kept=False)
+    assert found == Verdict(f"{path}: another process has held its lock for 0.2 s", is_kept=False)
     assert judged(saying(Verdict("now it is off")), again=True).why == "now it is off"
     assert runs() == 2
 

@@ -77,7 +77,7 @@ def test_a_job_that_differs_ends_before_the_first_step(
     for line in ended.lines:
         assert "train.out_dir run: rank 1 on " in line
         assert line.endswith(
-            "does not see what rank 0 has written there; put it on a file system that all hosts share and write"
+            "does not see what rank 0 has written there; put it on a file system to which all hosts can write"
         )
     assert not any(Path("run").iterdir())
 
@@ -136,7 +136,7 @@ def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "b" / "q").write_text("other")
     for change, rank in ((lambda: None, 4), ((tmp_path / "b" / "q").unlink, 3)):
         change()
-        assert {line[3:] for line in found_by_all()} == {f"q is another on the host of rank {rank}; copy it again"}
+        assert {line[3:] for line in found_by_all()} == {f"q differs on the host of rank {rank}; copy it again"}
 
 
 def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_the_command_line_fine_tunes_and_evaluates(
 
 
 def test_settings_that_chat_cannot_have() -> None:
-    with raises_one_line("data.tokenizer 'bpe:400' is trained on text, which data.format chat has none of"):
+    with raises_one_line("data.tokenizer 'bpe:400' is trained on plain text, but data.format is chat"):
         DataConfig(8, 1, tokenizer="bpe:400", format="chat")
     with raises_one_line("data.format must be one of chat, text; got 'json'"):
         DataConfig(8, 1, format="json")

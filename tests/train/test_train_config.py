@@ -90,7 +90,7 @@ def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:
         (
             TrainConfig,
             {"steps": 1, "out_dir": "x", "seed": 1 << 63},
-            r"train.seed must be below 2\*\*63, got one of 64",
+            r"train.seed must be below 2\*\*63, got an integer of 64",
         ),
         (TrainConfig, {"steps": 1, "out_dir": "x", "threads": 10**6}, "train.threads must be at most 4096"),
     ],

@@ -83,7 +83,7 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
     path = written(four, tmp_path, out_dir=str(run_dir))
     said = trained_by(4, path).out
     assert said.count(f"step {STEPS}/{STEPS}  loss") == 1, "only rank 0 speaks"
-    assert "each of 4" in said
+    assert "in each of 4 processes" in said
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
     result, expected = (json.loads((tmp_path / name / "result.json").read_bytes()) for name in ("run", "one"))
     assert result["processes"] == 4

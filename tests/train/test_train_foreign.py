@@ -166,7 +166,7 @@ def test_rotation_takes_nothing_of_others(run: Path, theirs: Path, dense_recipe:
     shutil.copytree(run / "step_00000002", run / "step_000000002")
     (run / "step_00000002" / "notes.txt").write_bytes(WORK)
     theirs_before, before = contents(theirs), contents(run)
-    with pytest.warns(UserWarning, match=r"step_00000002 is not dropped: tilemoe did not write notes\.txt there"):
+    with pytest.warns(UserWarning, match=r"step_00000002 is not deleted: tilemoe did not write notes\.txt in it"):
         going_on(dense_recipe, 4, plot=True)
     after = contents(run)
     ours = {"metrics.jsonl", "result.json"}
@@ -192,7 +192,7 @@ def test_a_checkpoint_with_something_else_in_it_stays(run: Path, theirs: Path, d
     else:
         (path / "mo\x1bdel").symlink_to(theirs / "folder")
     before = contents(path), contents(theirs)
-    with pytest.warns(UserWarning, match="is not dropped: tilemoe did not write mo\ufffddel there"):
+    with pytest.warns(UserWarning, match="is not deleted: tilemoe did not write mo\ufffddel in it"):
         going_on(dense_recipe, 3)
     assert (contents(path), contents(theirs)) == before
 
@@ -232,7 +232,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, theirs: Path, target:
         lambda: only_one_process(tmp_path / "file").__enter__(),
         lambda: never_a_link(str(link), os.O_WRONLY | os.O_CREAT),
     ):
-        with pytest.raises(OSError, match="it is a link, through which nothing is written: move it away"):
+        with pytest.raises(OSError, match="it is a link, which tilemoe never writes to: move it away"):
             write()
     assert contents(theirs) == before
     assert link.is_symlink()

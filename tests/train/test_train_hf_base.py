@@ -163,8 +163,8 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
         assert error.count("\n") == 1
         assert "Loading weights" not in error
 
-    what = "a model of type 'gpt_oss' is transformers' own, "
-    refused(["train", *words], f"{what}of which adapters train alone; add --lora.rank 8")
+    what = "a model of type 'gpt_oss' runs in transformers' own class, "
+    refused(["train", *words], f"{what}which trains adapters only; add --lora.rank 8")
     refused(["train", *words, *lora, "--optim.name", "muon"], "optim.name 'muon' does not train adapters")
     for option, value, use in (
         ("parallel.expert", "2", "1"),
@@ -172,10 +172,10 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
         ("train.compile", "blocks", "none"),
         ("lora.train-router", "", "False"),
     ):
-        given = f" with {option.replace('-', '_')} {value or True!r}".replace("'2'", "2")
+        given = f" {option.replace('-', '_')} {value or True!r}".replace("'2'", "2")
         refused(
             ["train", *words, *lora, f"--{option}", *filter(None, [value])],
-            f"{what}which is not trained{given}; use {use}",
+            f"{what}which does not support{given}; use {use}",
         )
     refused(
         ["train", *words, *lora, "--model.moe.num-experts", "4"], "--model.moe.num-experts: a model of transformers'"
@@ -288,7 +288,7 @@ def test_other_linear_layers_in_4_bit(moe_recipe: Recipe, tmp_path: Path, capsys
     assert main(["export", "--checkpoint", str(run), "--out", str(tmp_path / "merged")]) == 2
     assert "linear layers in 4 bit are not merged; export --adapter" in capsys.readouterr().err
     assert main(["export", "--checkpoint", str(run), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
-    with raises_one_line("lora.linear 'nf4' is for experts in 4 bit; give --lora.storage, too"):
+    with raises_one_line("lora.linear 'nf4' needs experts in 4 bits; set --lora.storage, too"):
         LoRAConfig(linear="nf4")
     with raises_one_line("lora.linear 'nf4' is for models of transformers' own classes; leave it out"):
         replace(moe_recipe, lora=LoRAConfig(storage="nf4", linear="nf4"))

@@ -174,7 +174,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
         ([*command[:-1], "--lora.rank", "0"], "lora.rank must be an integer >= 1, got 0"),
         (["train", "--resume", str(out), "--lora.rank", "4"], "lora.rank is 4 here and 2 in the checkpoint"),
         (["train", "--resume", str(out), "--lora.attention-rank", "2"], "lora.attention_rank is 2 here and 4 in the"),
-        ([*command[:4], str(out), "--train.out-dir", str(tmp_path / "x")], "holds adapters, with which no other run"),
+        ([*command[:4], str(out), "--train.out-dir", str(tmp_path / "x")], "holds adapters, from which no run can"),
     ):
         assert main(wrong) == 2
         error = capsys.readouterr().err
@@ -216,13 +216,13 @@ def test_settings_that_do_not_go_with_adapters(moe_recipe: Recipe, dense_recipe:
     for modules in ((), ("mlp",)):
         with raises_one_line(r"lora\.modules must be experts, attention or both, got \("):
             LoRAConfig(modules=modules)
-    with raises_one_line("lora.attention_rank is of attention's adapters; add attention to lora.modules"):
+    with raises_one_line("lora.attention_rank needs adapters in attention; add attention to lora.modules"):
         replace(LORA, modules=("experts",))
     with raises_one_line("lora.attention_rank must be an integer >= 1, got 0"):
         replace(LORA, attention_rank=0)
     with raises_one_line("optim.name 'muon' does not train adapters; use --optim.name adamw"):
         replace(moe_recipe, lora=LORA, optim=replace(moe_recipe.optim, name="muon"))
-    with raises_one_line("lora.modules has experts, of which a dense model has none; use --lora.modules attention"):
+    with raises_one_line("lora.modules has experts, but the model is dense; use --lora.modules attention"):
         replace(dense_recipe, lora=LORA)
     replace(dense_recipe, lora=replace(LORA, modules=("attention",)))
     with raises_one_line("train.recompute 'up_proj' is not for experts with adapters"):
@@ -234,5 +234,5 @@ def test_settings_that_do_not_go_with_adapters(moe_recipe: Recipe, dense_recipe:
     in_fp8 = replace(moe_recipe.model, moe=replace(moe, intermediate_size=128, save="fp8"))
     with raises_one_line(r"model\.moe\.save 'fp8' is not for experts with adapters; use --model\.moe\.save full"):
         replace(moe_recipe, lora=LORA, model=in_fp8)
-    with raises_one_line(r"model\.moe\.save 'fp8' has nothing to keep with train\.recompute 'up_proj'"):
+    with raises_one_line(r"model\.moe\.save 'fp8' has no effect with train\.recompute 'up_proj'"):
         replace(moe_recipe, train=replace(moe_recipe.train, recompute="up_proj"), model=in_fp8)

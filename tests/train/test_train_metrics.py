@@ -186,7 +186,7 @@ def test_a_line_without_an_end_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"kind": "train", "step": 1}\n')
     with path.open("ab") as file:
         file.truncate(1 << 40)
-    with raises_one_line(r"metrics\.jsonl line 2 is longer than any that a run writes; move the file away"):
+    with raises_one_line(r"metrics\.jsonl line 2 is longer than any line of a run; move the file away"):
         list(read_metrics(path))
 
 

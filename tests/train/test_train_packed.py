@@ -138,7 +138,7 @@ def test_a_base_that_is_read_is_not_drawn(storage: str, moe_recipe: Recipe, monk
 def test_what_cannot_be_stored_so_is_said_before_anything_is_read(
     moe_recipe: Recipe, bases: Path, tmp_path: Path
 ) -> None:
-    with raises_one_line("lora.storage 'nf4' is of experts with adapters; add experts to lora.modules"):
+    with raises_one_line("lora.storage 'nf4' needs adapters in experts; add experts to lora.modules"):
         LoRAConfig(modules=("attention",), storage="nf4")
     recipe = recipe_of(moe_recipe, bases / "dense", tmp_path / "run", "mxfp4")
     narrow = replace(recipe, model=replace(MODEL, moe=MoEConfig(64, 48, 4, 2)))

@@ -124,6 +124,6 @@ def shared_parts(tensors: int, parts: int) -> bytes:
 def test_what_is_written_once_is_not_read_many_times(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(shared_parts(2000, 2000))
     start = time.process_time()
-    with raises_one_line("it has more parts of tensors than places"):
+    with raises_one_line("it has more parts of tensors than places in files"):
         read_pickled(tmp_path / ".metadata")
     assert time.process_time() - start < 2

@@ -72,7 +72,7 @@ def test_a_vocabulary_that_is_too_small(tokenizer: str, ids: int, tmp_path: Path
 def test_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path / "run", vocab_size=256)
     data = replace(recipe.data, tokenizer="bytes")
-    for prompt, message in (("x" * recipe.model.max_seq_len, "tokens fill the model's"), ("\0", "it has no tokens")):
+    for prompt, message in (("x" * recipe.model.max_seq_len, "tokens fill the context"), ("\0", "it has no tokens")):
         changed = replace(recipe, data=data, train=replace(recipe.train, sample_prompt=prompt))
         with pytest.raises(ValueError, match=rf"^train\.sample_prompt: .*{message}"):
             train(changed)
@@ -87,7 +87,7 @@ def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe
         model=replace(moe_recipe.model, vocab_size=300),
         train=replace(moe_recipe.train, sample_prompt="#" * 50),
     )
-    with pytest.raises(ValueError, match=r"^train\.sample_prompt: \d+ tokens fill the model's 16; shorten it$"):
+    with pytest.raises(ValueError, match=r"^train\.sample_prompt: \d+ tokens fill the context of 16; shorten it$"):
         train(recipe)
     assert not Path(recipe.train.out_dir).exists()
 

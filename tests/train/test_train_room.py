@@ -101,10 +101,10 @@ def test_more_layers_than_one_that_have_learnt_too_little(made: Any) -> None:
 
 def test_what_ends_in_one_line(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found, planted, _ = made(16, 100)
-    with raises_one_line("^step 3: a process is to receive 101 rows; rank 0 has no memory$"):
+    with raises_one_line("^step 3: this process would receive 101 rows; rank 0 has no memory$"):
         found.until_it_fits(lambda: setattr(planted, "arriving", 101), "step 3")
     found, planted, said = made(16)
-    with raises_one_line("^step 3: the same tokens need more rows each time .* --train.deterministic"):
+    with raises_one_line("^step 3: the same tokens need more rows in each repeat; .* --train.deterministic"):
         found.until_it_fits(lambda: setattr(planted, "arriving", planted.rows + 1), "step 3", forwards=2)
     assert (len(said), found.repeats) == (1, 1), "there is no layer that could have had no room"
     found, planted, _ = made(16)

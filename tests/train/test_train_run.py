@@ -41,7 +41,7 @@ def test_a_run_is_not_started_over_another_nor_beside_it(dense_recipe: Recipe) -
     assert not any(folder.iterdir())
     train(dense_recipe)
     before = (folder / "metrics.jsonl").read_bytes()
-    with raises_one_line("holds checkpoints of a run, .*; run the command with --resume"):
+    with raises_one_line("holds checkpoints, perhaps of a run .*; run the command with --resume"):
         train(dense_recipe)
     assert (folder / "metrics.jsonl").read_bytes() == before
     with raises_one_line("not empty; add --resume"):
@@ -276,7 +276,7 @@ def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Rec
     halved = replace(recipe, data=replace(recipe.data, batch_size=2))
     assert require_resumable(halved, checkpoint, 2) == ["data.batch_size is 2 here and 4 in the checkpoint"]
     for processes in (1, 4):
-        with raises_one_line("of another run: data.batch_size is 2 here and 4 in the checkpoint; keep that setting"):
+        with raises_one_line("of another run: data.batch_size is 2 here and 4 in the checkpoint; keep the saved value"):
             require_resumable(halved, checkpoint, processes)
     unknown = replace(checkpoint, state=replace(checkpoint.state, processes=0))
     with raises_one_line("of another run: data.batch_size is 2"):

@@ -200,7 +200,7 @@ def test_weights_whose_sum_is_no_number_are_refused() -> None:
 
 
 def test_a_tokenizer_is_not_trained_on_several() -> None:
-    with raises_one_line("data.tokenizer 'bpe:400' is trained on one corpus, and data.sources are several; give"):
+    with raises_one_line("data.tokenizer 'bpe:400' is trained on data.corpus, not on data.sources; give"):
         DataConfig(8, 1, tokenizer="bpe:400", sources=("a=1",))
     assert DataConfig(8, 1, sources=("a=b=0.5",)).weight_of_corpus == [("a=b", 0.5)]
     assert DataConfig(8, 1).weight_of_corpus == [("stdlib", 1.0)]

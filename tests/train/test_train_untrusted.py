@@ -145,9 +145,9 @@ def test_bytes_that_would_be_unpickled_are_refused(sharded: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("rng_cpu.0", torch.zeros(1 << 17, dtype=torch.uint8), r"rng_cpu\.0 claims more bytes"),
-        ("optimizer.head.weight.exp_avg", torch.zeros(2, 3), r"head\.weight\.exp_avg is \(2, 3\) and its parameter"),
-        ("optimizer.none.exp_avg", torch.zeros(1), r"none\.exp_avg is of no parameter of the model"),
+        ("rng_cpu.0", torch.zeros(1 << 17, dtype=torch.uint8), r"rng_cpu\.0 is too large for a random-number state"),
+        ("optimizer.head.weight.exp_avg", torch.zeros(2, 3), r"head\.weight\.exp_avg is \(2, 3\) but its parameter"),
+        ("optimizer.none.exp_avg", torch.zeros(1), r"none\.exp_avg is for no parameter of the model"),
         ("model.head.weight", torch.zeros(2, 3), r"the checkpoint has head\.weight of shape \(2, 3\)"),
         ("model.none", torch.zeros(2, 3), r"the checkpoint and the model differ in none"),
     ],
@@ -202,20 +202,20 @@ def test_no_command_unpickles(
 @pytest.mark.parametrize(
     ("of", "change", "message"),
     [
-        ("tensor", {"dtype": "object"}, "not told of as a manifest does"),
-        ("tensor", {"shape": [17]}, "are not all of it, each once"),
-        ("tensor", {"shape": [4, 4]}, "is not within it"),
-        ("tensor", {"shape": [16.0]}, "not told of"),
-        ("tensor", {"shape": [True]}, "not told of"),
-        ("tensor", {"shape": [1] * 100}, "not told of"),
-        ("tensor", {"chunks": []}, "are not all of it, each once"),
-        ("tensor", {"chunks": {}}, "are not all of it, each once"),
-        ("tensor", {"chunks": None}, "not told of"),
-        ("chunk", {"offsets": [1]}, "is not within it"),
-        ("chunk", {"offsets": [-1]}, "not told of"),
-        ("chunk", {"offsets": [0, 0]}, "is not within it"),
-        ("chunk", {"sizes": [15]}, "are not all of it, each once"),
-        ("chunk", {"sizes": [1 << 70]}, "not told of"),
+        ("tensor", {"dtype": "object"}, "its description of tensors is malformed"),
+        ("tensor", {"shape": [17]}, "do not cover it exactly once"),
+        ("tensor", {"shape": [4, 4]}, "lies outside the tensor"),
+        ("tensor", {"shape": [16.0]}, "its description of tensors is malformed"),
+        ("tensor", {"shape": [True]}, "its description of tensors is malformed"),
+        ("tensor", {"shape": [1] * 100}, "its description of tensors is malformed"),
+        ("tensor", {"chunks": []}, "do not cover it exactly once"),
+        ("tensor", {"chunks": {}}, "do not cover it exactly once"),
+        ("tensor", {"chunks": None}, "its description of tensors is malformed"),
+        ("chunk", {"offsets": [1]}, "lies outside the tensor"),
+        ("chunk", {"offsets": [-1]}, "its description of tensors is malformed"),
+        ("chunk", {"offsets": [0, 0]}, "lies outside the tensor"),
+        ("chunk", {"sizes": [15]}, "do not cover it exactly once"),
+        ("chunk", {"sizes": [1 << 70]}, "its description of tensors is malformed"),
         ("chunk", {"file": "../__0_0.distcp"}, "which the manifest does not list"),
         ("chunk", {"file": "manifest.json"}, "which the manifest does not list"),
         ("chunk", {"file": "state.json"}, "cannot be in bytes"),
@@ -224,7 +224,7 @@ def test_no_command_unpickles(
         ("chunk", {"offset": 1 << 40}, "cannot be in bytes"),
         ("chunk", {"length": 0}, "cannot be in bytes"),
         ("chunk", {"length": 1 << 30}, "cannot be in bytes"),
-        ("chunk", {"more": 1}, "not told of"),
+        ("chunk", {"more": 1}, "its description of tensors is malformed"),
     ],
 )
 def test_what_a_manifest_says_of_tensors_is_checked(
@@ -249,14 +249,14 @@ def test_weights_are_floats(checkpoint: Path, dtype: torch.dtype) -> None:
     restore(checkpoint, "cpu")
     save_file(tensors | {"norm.weight": tensors["norm.weight"].to(dtype)}, checkpoint / "model.safetensors")
     sign(checkpoint)
-    with raises_one_line(f"norm.weight in {dtype}, in place of torch.float32", CheckpointError):
+    with raises_one_line(f"norm.weight in {dtype}, instead of torch.float32", CheckpointError):
         restore(checkpoint, "cpu")
 
 
 def test_a_jobs_weights_are_floats(sharded: Path, told: dict[str, Any]) -> None:
     told["model.norm.weight"]["dtype"] = "int32"
     sign(sharded, told)
-    with raises_one_line(r"norm.weight in torch.int32, in place of torch.float32", CheckpointError):
+    with raises_one_line(r"norm.weight in torch.int32, instead of torch.float32", CheckpointError):
         restore(sharded, "cpu")
 
 
@@ -281,7 +281,7 @@ def test_a_state_that_says_something_twice_is_named(checkpoint: Path) -> None:
 def test_a_chunk_twice_or_in_the_place_of_another_is_refused(sharded: Path, told: dict[str, Any]) -> None:
     norm, other = told["model.norm.weight"], told["model.blocks.0.attention_norm.weight"]
     for chunks, message in (
-        ([{**norm["chunks"][0], "sizes": [8]}, {**other["chunks"][0], "sizes": [8]}], "not all of it, each once"),
+        ([{**norm["chunks"][0], "sizes": [8]}, {**other["chunks"][0], "sizes": [8]}], "do not cover it exactly once"),
         ([{**norm["chunks"][0], "sizes": [8], "offsets": [o]} for o in (0, 8)], "share bytes"),
         ([{**told["rng_cpu.0"]["chunks"][0], "sizes": [16]}], "cannot be in bytes|share bytes"),
         ([{**norm["chunks"][0], "offset": norm["chunks"][0]["offset"] + 8, "length": 1000}], "is no tensor"),
@@ -372,7 +372,7 @@ def test_signed_random_numbers_that_are_none_are_named(checkpoint: Path, dense_r
     (checkpoint / "state.json").write_text(json.dumps(state | {"rng_cpu": text}))
     sign(checkpoint)
     model = build_model(dense_recipe, CPU)
-    with raises_one_line("rng_cpu is no state of PyTorch's random numbers", CheckpointError):
+    with raises_one_line("rng_cpu is no random-number state of PyTorch", CheckpointError):
         open_checkpoint(checkpoint).load_training(model, make_optimizer(model, dense_recipe.optim))
 
 

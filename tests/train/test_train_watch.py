@@ -69,7 +69,7 @@ def test_of_a_job_that_stands_still_the_least_far_is_named(
     watch._note(2, (7, 3))
     assert watch._standing_still() == ""
     time.sleep(0.02)
-    assert watch._standing_still() == "rank 1 hangs in step 2: no process has moved within train.timeout (0.01 s)"
+    assert watch._standing_still() == "rank 1 hangs in step 2: no process has advanced within train.timeout (0.01 s)"
     watch._note(1, (6, 2))
     assert watch._standing_still() == ""
     watch._note(1, (7, 2))
@@ -101,7 +101,7 @@ def test_a_first_process_that_is_stopped_is_named(store: dist.HashStore, monkeyp
         first = Watch(Job(0, 2), store, 60.0)
     second = Watch(Job(1, 2), store, 0.7)
     assert second.verdict(0.3) == ""
-    expected = "rank 0 hangs: nothing was heard of it within train.timeout (0.7 s)"
+    expected = "rank 0 hangs: nothing was heard from it within train.timeout (0.7 s)"
     assert second.verdict(10) == expected
     second.stop("")
     assert first._server is not None

@@ -38,7 +38,7 @@ def sequences_of(global_batch: int, processes: int) -> int:
     """Sequences of each process in a step. ValueError: ``global_batch`` is no multiple of the processes."""
     if global_batch < 1 or global_batch % processes:
         raise ValueError(
-            f"--global-batch, the sequences of a step, must be a multiple of its {processes} processes: {global_batch}"
+            f"--global-batch, the sequences of a step, must be a multiple of {processes} processes, got {global_batch}"
         )
     return global_batch // processes
 
@@ -48,7 +48,7 @@ def accumulated(recipe: Recipe, sequences: int) -> Recipe:
     size = recipe.data.batch_size
     if sequences % size:
         raise ValueError(
-            f"--global-batch is {sequences} sequences of each process, which data.batch_size ({size}) must divide; "
+            f"--global-batch gives each process {sequences} sequences, no multiple of data.batch_size ({size}); "
             "change one of them, or use --data.batch-size auto"
         )
     return replace(recipe, train=replace(recipe.train, accumulation=sequences // size))
@@ -64,9 +64,9 @@ def proposal_for(
     """
     model, parallel = recipe.model, recipe.parallel
     if isinstance(model, HFBase) or recipe.lora is not None:
-        raise ValueError("data.batch_size auto plans training of all weights; give a number for adapters")
+        raise ValueError("data.batch_size auto cannot plan the training of adapters; give a number")
     if lacking := options_lacking(recipe, processes):
-        raise ValueError(f"data.batch_size auto plans compiled blocks in bf16; add {' '.join(lacking)}, or a number")
+        raise ValueError(f"data.batch_size auto needs compiled blocks in bf16; add {' '.join(lacking)} or a number")
     is_held = parallel.shard != 0 or not {_SHARED, _SHARD}.isdisjoint(given)
     sizes = (parallel if is_held else replace(parallel, shard=0, expert=1)).for_job(processes, model)
     gpus = sizes.shard * sizes.expert  # of a replica of the model
@@ -117,7 +117,7 @@ def gpu_here(recipe: Recipe, job: Job) -> Gpu:
     import torch
 
     if recipe.train.device == "cpu" or not torch.cuda.is_available():
-        raise ValueError("data.batch_size auto is planned for GPUs; give a number where a run is on a CPU")
+        raise ValueError("data.batch_size auto works on GPUs only; give a number for a run on a CPU")
     properties = torch.cuda.get_device_properties(job.local_rank)
     gpu = find_gpu(properties.name)
     return replace(gpu, memory_gb=min(gpu.memory_gb, properties.total_memory / 1e9))

@@ -25,7 +25,7 @@ COMMANDS = {
     "eval": ("tilemoe.cli.evaluate", "held-out loss of a checkpoint or of a model of transformers"),
     "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint or a model of transformers"),
     "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
-    "verify": ("tilemoe.cli.verify", "read a checkpoint, a run or an exported folder whole: is every byte right"),
+    "verify": ("tilemoe.cli.verify", "check every byte of a checkpoint, of a run or of an exported folder"),
     "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and time of a layer or a model, by arithmetic"),
     "bench": ("tilemoe.cli.bench", "times and memory of the layer, its kernels or a step, against other libraries"),
     "report": ("tilemoe.cli.report", "recorded results as Markdown, PNG and one HTML page"),

@@ -176,19 +176,18 @@ def _resume_from(path: Path, name: str | None, overrides: Sequence[str]) -> tupl
 
 def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     description = (
-        "Train a model. --recipe NAME picks the settings that the options below override "
-        f"({', '.join(list_recipes())}, or a .json file; shown: {recipe.name}). --resume goes on from the newest "
-        "checkpoint in train.out_dir if there is one (--resume auto is the same), --resume PATH from a run's folder or "
-        "a step_* folder. --init-from FOLDER starts a run with the weights, the architecture and the tokenizer of "
-        "a model of transformers or of a checkpoint; any --lora option then trains adapters on these weights, which "
-        "stay as they are. Where a recipe does not round tokens, any --model.moe.rounding option does. "
-        "--global-batch N states the sequences of a step of all processes; --data.batch-size auto then takes the "
-        "micro-batch, and the --parallel settings not given, that tilemoe plan --train proposes for this GPU. "
-        "For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
+        "Train a model. --recipe NAME selects the settings, which the options below override "
+        f"({', '.join(list_recipes())}, or a .json file; defaults shown: {recipe.name}). --resume continues from the "
+        "newest checkpoint in train.out_dir, if any (--resume auto is the same); --resume PATH from a run's folder or "
+        "a step_* folder. --init-from FOLDER starts a run with the weights, architecture and tokenizer of a "
+        "transformers model or a checkpoint; with any --lora option it trains adapters and freezes these weights. Any "
+        "--model.moe.rounding option turns rounding on. --global-batch N sets the sequences per step of all processes. "
+        "--data.batch-size auto uses the micro-batch, and any --parallel setting not given, that tilemoe plan --train "
+        "proposes for this GPU. For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
     changed = [word for word in overrides if word.startswith("--model.") and not word.startswith("--model.folder")]
     if changed and isinstance(recipe.model, HFBase):
-        raise ValueError(f"{changed[0]}: a model of transformers' own class is as its folder says; leave it out")
+        raise ValueError(f"{changed[0]}: a model of transformers' own class takes it from its folder; leave it out")
     model = _with_rounding(recipe.model, overrides)
     lora = recipe.lora or (LoRAConfig() if _is_asked_for("--lora.", overrides) else None)
     settings = parse(

@@ -21,7 +21,7 @@ from typing import Any
 _SECONDS, _MEMORY = 1.0, 2 << 30  # limits of a rendering: CPU time, and bytes
 _LONGEST = 1 << 17  # characters of a template: the known ones have up to 30,000
 _LONGEST_ANSWER = 1 << 28  # bytes
-_TOO_MUCH = "it takes more time, or makes longer texts, than any should"
+_TOO_MUCH = "rendering it needs too much time or memory"
 # The subprocess imports from this process' sys.path, not from the current folder.
 _PROGRAM = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], {}, '__main__')"
 
@@ -31,7 +31,7 @@ class Renderer:
 
     def __init__(self, source: str) -> None:
         if len(source) > _LONGEST:
-            raise ValueError(f"it has more than {_LONGEST:,} characters")
+            raise ValueError(f"the template has more than {_LONGEST:,} characters")
         self._source = source
         self._process: subprocess.Popen[bytes] | None = None
 

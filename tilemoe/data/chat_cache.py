@@ -82,7 +82,7 @@ def _write_examples(
             writers["heldout" if is_heldout else "train"].append(flagged(kept), 0)
     if names and not writers["train"].num_tokens:
         raise ValueError(
-            f"corpus {corpus.name!r}: every training example is of more than {seq_len + 1} tokens; raise data.seq_len "
+            f"corpus {corpus.name!r}: every training example has more than {seq_len + 1} tokens; raise data.seq_len "
             f"({seq_len})"
         )
     if writers["train"].num_tokens and not writers["heldout"].num_tokens:

@@ -77,8 +77,8 @@ class ChatEncoder:
             encoded = _marked(self._with_special_tokens.tokens(text), spans)
         if encoded[0].max(initial=0) >= self._tokenizer.vocab_size:
             raise ValueError(
-                f"tokenizer {self._tokenizer.name!r}: its chat template uses tokens that it lacks; add them to its "
-                "added_tokens"
+                f"tokenizer {self._tokenizer.name!r}: its chat template uses tokens that are not in its vocabulary; "
+                "add them to its added_tokens"
             )
         if not encoded[1][1:].any():
             raise ValueError(f"{example.name}: no token to learn; correct the chat template, or remove the line")
@@ -127,8 +127,8 @@ class ChatEncoder:
             return text, spans
         if len(spans) != len(are_learnt):
             raise ValueError(
-                f"{example.name}: the chat template marks {len(spans)} runs of words of {len(are_learnt)} assistant's "
-                "turns, so the one with weight 0 cannot be told; mark each turn's once, or leave 'weight' out"
+                f"{example.name}: the chat template marks {len(spans)} spans in {len(are_learnt)} assistant's turns, "
+                "so the span of the turn with weight 0 is unknown; mark one in each turn, or leave 'weight' out"
             )
         return text, list(compress(spans, are_learnt))
 
@@ -143,8 +143,8 @@ class ChatEncoder:
             after, _ = self._render(example, messages[: turn + 1])
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(
-                    f"{example.name}: the chat template writes messages[{turn}] otherwise when more turns follow, so "
-                    "what the assistant says cannot be told; mark it in the template with {% generation %}"
+                    f"{example.name}: the chat template renders messages[{turn}] differently when more turns follow, "
+                    "so the assistant's text cannot be found; mark it in the template with {% generation %}"
                 )
             spans.append((len(before), len(after)))
         return whole, spans
@@ -160,7 +160,7 @@ class ChatEncoder:
             return self._renderer.render(given, **options, **self._theirs.special_tokens_map)
         except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(
-                f"{example.name}: the chat template does not take it ({told(error)}); correct or remove the line"
+                f"{example.name}: the chat template cannot render it ({told(error)}); correct or remove the line"
             ) from error
 
 

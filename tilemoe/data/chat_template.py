@@ -65,5 +65,5 @@ def _default(templates: dict[str, str]) -> str | None:
     """The template named "default", which transformers applies; None: there are none. ValueError: none is named so."""
     if templates and "default" not in templates:
         names = ", ".join(map(repr, sorted(templates)))
-        raise ValueError(f"of its templates {names} none is named 'default', as the one to apply must be")
+        raise ValueError(f"none of its templates {names} is named 'default'")
     return templates.get("default")

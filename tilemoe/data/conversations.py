@@ -71,11 +71,11 @@ def _example(name: str, record: dict[str, Any]) -> Example:
         turns = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": alpaca[2]}]
     if turns is not None:
         for unread in filter(record.get, ("tools", "system", "history")):
-            raise ValueError(f"{name}: {unread!r} are not given to chat templates; write them into a turn")
+            raise ValueError(f"{name}: {unread!r} is not passed to chat templates; write its content into a turn")
         return Conversation(name, _messages(name, turns))
     if "prompt" not in record or "completion" not in record:
         raise ValueError(
-            f"{name}: neither 'messages' nor 'prompt' and 'completion', nor ShareGPT's or Alpaca's texts, but "
+            f"{name}: no 'messages', no 'prompt' with 'completion', and no ShareGPT or Alpaca fields, but "
             f"{', '.join(map(repr, record)) or 'no field'}; rename them or remove the line"
         )
     texts = []

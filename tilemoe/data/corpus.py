@@ -203,7 +203,7 @@ def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
         for text in chain([next(pieces, "")], pieces):  # an empty file is an empty text
             if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:
                 place += len(text[: text.index("\0")].encode("utf-8"))
-                raise not_utf8(f"{path}: byte {place}, one of many NUL,")
+                raise not_utf8(f"{path}: text with many NUL bytes, such as byte {place},")
             place += len(text.encode("utf-8", "surrogateescape"))
             yield text
 
@@ -213,9 +213,9 @@ def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iter
     for number, fields in read_records(path, undecodable, longest_line):
         text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
         if not isinstance(text, str):
-            fix = "correct or remove the line" if _CHAT_FIELDS.isdisjoint(fields) else "read it by --data.format chat"
+            fix = "correct or remove the line" if _CHAT_FIELDS.isdisjoint(fields) else "use --data.format chat"
             raise ValueError(
-                f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}, but "
+                f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}, found "
                 f"{', '.join(map(repr, fields)) or 'no field'}; {fix}"
             )
         yield text
@@ -234,7 +234,7 @@ def _read_parquet(path: Path, undecodable: Undecodable, longest_line: int) -> It
             column = next((name for name in TEXT_FIELDS if name in names), None)
             if column is None:
                 is_text = _CHAT_FIELDS.isdisjoint(names)
-                fix = "rename the column that holds the text" if is_text else "--data.format chat takes .jsonl"
+                fix = "rename the column that holds the text" if is_text else "--data.format chat reads only .jsonl"
                 raise ValueError(
                     f"{path}: no column {' or '.join(map(repr, TEXT_FIELDS))} among {', '.join(names)}; {fix}"
                 )

@@ -119,7 +119,7 @@ class TokenShards:
             weakref.finalize(self, stack.pop_all().close)
         self._start_of_shard = np.cumsum([0, *(count for _, count, _ in self._shards)])
         if self._start_of_shard[-1] != self.num_tokens:
-            raise _bad_index(directory, "the shards do not add up")
+            raise _bad_index(directory, "the shards and the index differ in the number of tokens")
 
     def __repr__(self) -> str:
         return f"TokenShards({str(self.directory)!r}, {self.split!r}, num_tokens={self.num_tokens})"

@@ -66,7 +66,7 @@ def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         left -= len(text)
         if left < 0:
-            raise ValueError(f"{path}: more than {_MOST_PER_BYTE} characters for each byte; give it uncompressed")
+            raise ValueError(f"{path}: decompresses to over {_MOST_PER_BYTE} characters per byte; give it uncompressed")
         yield text
 
 

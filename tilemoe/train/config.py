@@ -35,13 +35,13 @@ class DataConfig:
     corpus: str = "stdlib"  # "stdlib", a .txt/.md/.py/.jsonl/.parquet file, or a folder; text may be .gz or .zst
     sources: tuple[str, ...] = ()  # several corpora instead, each "PATH=WEIGHT"; weight: share of training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl with "messages", or "prompt" and "completion"
-    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: for an example longer than seq_len
+    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: what to do with an example longer than seq_len
     packing: Packing = "best_fit"  # chat: several examples in a sequence, or "one_document" in each
     undecodable: Literal["error", "replace"] = "error"  # bytes that are not UTF-8; replace: count them, use U+FFFD
     longest_line: int = 1 << 26  # characters in a line of .jsonl; a longer line is an error
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
     heldout_every: int = 20  # every N-th document is held out for evaluation
-    cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
+    cache_dir: str | None = None  # folder of token shards; default: $TILEMOE_CACHE, else the user's cache folder
 
     def __post_init__(self) -> None:
         require_fields("data.", self, at_least={"seq_len": 1, "batch_size": 1, "heldout_every": 2, "longest_line": 1})
@@ -50,7 +50,7 @@ class DataConfig:
         self._check_sources()
         if self.format == "chat" and self.tokenizer.startswith("bpe:"):
             raise ValueError(
-                f"data.tokenizer {self.tokenizer!r} is trained on text, which data.format chat has none of; give "
+                f"data.tokenizer {self.tokenizer!r} is trained on plain text, but data.format is chat; give "
                 "'bytes', the path of a tokenizer.json, or --init-from a model with one"
             )
         if self.cache_dir is not None:
@@ -68,7 +68,7 @@ class DataConfig:
             raise ValueError(f"data.sources: the weights add up to {total}; give smaller ones")
         if self.sources and self.tokenizer.startswith("bpe:"):
             raise ValueError(
-                f"data.tokenizer {self.tokenizer!r} is trained on one corpus, and data.sources are several; give "
+                f"data.tokenizer {self.tokenizer!r} is trained on data.corpus, not on data.sources; give "
                 "'bytes', the path of a tokenizer.json, or --init-from a model with one"
             )
 
@@ -93,7 +93,7 @@ class MuonConfig:
     """Muon's own settings; names and meanings are those of ``torch.optim.Muon`` (`tilemoe.train.muon`)."""
 
     momentum: float = 0.95  # decay of the running mean of gradients
-    nesterov: bool = True  # orthogonalise gradient and running mean, averaged by momentum, not the mean alone
+    nesterov: bool = True  # orthogonalise momentum * mean + (1 - momentum) * gradient, not the mean alone
     ns_steps: int = 5  # Newton-Schulz iterations
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)  # a, b, c of a x + b x^3 + c x^5
     lr_scale: float = 1.0  # Muon's learning rate divided by optim.lr, before adjust_lr_fn
@@ -126,7 +126,7 @@ class OptimConfig:
     grad_clip: float = 1.0  # L2 norm that gradients are clipped to; 0: no clipping. A NaN or infinite norm ends the run
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
-    decay_fraction: float = 0.2  # wsd: the fraction of all steps that decays, at the end
+    decay_fraction: float = 0.2  # wsd: the last fraction of all steps, in which the rate decays
     min_lr_ratio: float = 0.1  # the last step's learning rate divided by the peak
     muon: MuonConfig = field(default_factory=MuonConfig)  # used if optim.name is muon
 
@@ -146,17 +146,17 @@ class OptimConfig:
 class LoRAConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685) that a run trains instead of its initial weights."""
 
-    rank: int = 8  # of experts' adapters; every expert has its own adapter
+    rank: int = 8  # of the experts' adapters; every expert has its own adapter
     attention_rank: int | None = None  # of attention's adapters; default: rank
     alpha: float = 16.0  # every adapter's product is multiplied by alpha / rank
     modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # modules that get adapters
-    storage: Storage = "dense"  # of the frozen experts; with 4 bits all other frozen weights are in bf16
-    linear: Literal["dense", "nf4"] = "dense"  # of frozen linear layers beside 4-bit experts; nf4: bitsandbytes
+    storage: Storage = "dense"  # format of the frozen experts; with 4 bits all other frozen weights are in bf16
+    linear: Literal["dense", "nf4"] = "dense"  # format of frozen linear layers beside 4-bit experts; nf4: bitsandbytes
     train_router: bool = False  # also train the routers' weights
     train_norms: bool = False  # also train the norms' weights
     base: str | None = None  # name of the base model in an exported adapter; default: taken from --init-from
-    # Of merged weights and, if train.precision is bf16, of frozen matrices beside dense experts; default: the dtype in
-    # --init-from's files
+    # Dtype of merged weights and, if train.precision is bf16, of frozen matrices beside dense experts; default: the
+    # dtype in --init-from's files
     base_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
@@ -166,11 +166,11 @@ class LoRAConfig:
         if self.attention_rank is not None:
             require_int("lora.attention_rank", self.attention_rank, 1)
             if "attention" not in self.modules:
-                raise ValueError("lora.attention_rank is of attention's adapters; add attention to lora.modules")
+                raise ValueError("lora.attention_rank needs adapters in attention; add attention to lora.modules")
         if self.storage != "dense" and "experts" not in self.modules:
-            raise ValueError(f"lora.storage {self.storage!r} is of experts with adapters; add experts to lora.modules")
+            raise ValueError(f"lora.storage {self.storage!r} needs adapters in experts; add experts to lora.modules")
         if self.linear != "dense" and self.storage == "dense":
-            raise ValueError(f"lora.linear {self.linear!r} is for experts in 4 bit; give --lora.storage, too")
+            raise ValueError(f"lora.linear {self.linear!r} needs experts in 4 bits; set --lora.storage, too")
         if self.base is not None:
             require_text("lora.base", self.base)
 
@@ -184,7 +184,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches per optimiser step
     seed: int = 0  # of the initial weights and the data order
     precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights, or FSDP gathers them in bf16
-    dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao; bf16: as precision
+    dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections: fp8 by torchao, bf16 as train.precision
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
     recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations; backward reruns up_proj
@@ -247,8 +247,8 @@ class Recipe:
         moe = self.model.moe
         if self.train.recompute is not None and moe is not None and moe.save != "full":
             raise ValueError(
-                f"model.moe.save {moe.save!r} has nothing to keep with train.recompute {self.train.recompute!r}; leave "
-                "one of them out"
+                f"model.moe.save {moe.save!r} has no effect with train.recompute {self.train.recompute!r}, which saves "
+                "no pre-activations; leave one of them out"
             )
         if self.lora is not None:
             self._check_lora(self.lora)
@@ -284,11 +284,11 @@ class Recipe:
             return
         moe = self.model.moe
         if moe is None:
-            raise ValueError("lora.modules has experts, of which a dense model has none; use --lora.modules attention")
+            raise ValueError("lora.modules has experts, but the model is dense; use --lora.modules attention")
         for name, value, served, fix in (
             ("model.moe.precision", moe.precision, "bf16", "use --model.moe.precision bf16"),
             ("model.moe.save", moe.save, "full", "use --model.moe.save full"),
-            ("train.recompute", self.train.recompute, None, "leave it out, use --parallel.checkpointing block"),
+            ("train.recompute", self.train.recompute, None, "use --parallel.checkpointing block instead"),
         ):
             if value != served:
                 raise ValueError(
@@ -309,9 +309,9 @@ class Recipe:
         """ValueError: the model is of transformers' own class, which cannot be trained with one of the settings."""
         if not isinstance(self.model, HFBase):
             return
-        what = f"a model of type {self.model.model_type!r} is transformers' own"
+        what = f"a model of type {self.model.model_type!r} runs in transformers' own class"
         if self.lora is None:
-            raise ValueError(f"{what}, of which adapters train alone; add --lora.rank 8")
+            raise ValueError(f"{what}, which trains adapters only; add --lora.rank 8")
         train, parallel = self.train, self.parallel
         for name, value, served in (
             ("optim.name", self.optim.name, ("adamw", "adamw8bit")),
@@ -325,7 +325,7 @@ class Recipe:
         ):
             if value not in served:
                 raise ValueError(
-                    f"{what}, which is not trained with {name} {value!r}; use {' or '.join(map(str, served))}"
+                    f"{what}, which does not support {name} {value!r}; use {' or '.join(map(str, served))}"
                 )
 
     def sizes(self) -> ModelSizes:

@@ -335,7 +335,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         with first_bad_output(self.model) as found, suppress(NonFiniteLogitsError):
             self._accumulate()
-        return f", by the output of {found[0]}," if found else f", by the gradient of {worst_gradient(self.model)},"
+        cause = f"output of {found[0]}" if found else f"gradient of {worst_gradient(self.model)}"
+        return f", due to the {cause},"
 
     def _require_finite_weights(self) -> None:
         for rank, name in enumerate(objects_of_processes(find_non_finite(self.model, self.optimizer), self.job)):

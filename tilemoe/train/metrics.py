@@ -43,7 +43,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
             where, fix = f"{path} line {number}", "move the file away to go on without it"
             if len(line) == _LONGEST_LINE:
-                raise ValueError(f"{where} is longer than any that a run writes; {fix}")
+                raise ValueError(f"{where} is longer than any line of a run; {fix}")
             if not line.endswith(b"\n"):
                 if not any(line.startswith(begin) or begin.startswith(line) for begin in _BEGINNINGS):
                     raise ValueError(f"{where} is not a record of a run; {fix}")
@@ -109,7 +109,7 @@ class MetricsWriter:
                 return
         raise ValueError(
             f"train.out_dir {self._path.parent}: {METRICS_FILE} was removed, moved or replaced during the run, which "
-            "ends: nothing is saved in another place; put the folder back and go on with --resume, or start again"
+            "ends without saving; put the folder back and go on with --resume, or start again"
         )
 
     def close(self) -> None:

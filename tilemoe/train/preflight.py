@@ -51,7 +51,7 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         if find_spec("bitsandbytes") is None:
             raise ValueError("lora.linear 'nf4' needs bitsandbytes: pip install bitsandbytes, or leave it out")
         if not job.is_alone:
-            raise ValueError("lora.linear 'nf4' is for one process; leave it out")
+            raise ValueError("lora.linear 'nf4' works in one process only; leave it out")
     if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
         recipe.model.moe.require_learnable_router()
     if is_new:
@@ -69,7 +69,7 @@ def require_own(recipe: Recipe, step: int) -> None:
     for name in (METRICS_FILE, RESULT_FILE, *plot, *folders, *newer):
         path = run_dir / name
         if path.is_symlink() or (path.exists() and not _is_own(path)):
-            what = "is a link, through which nothing is written" if path.is_symlink() else "was not written by tilemoe"
+            what = "is a link, which tilemoe never writes to" if path.is_symlink() else "was not written by tilemoe"
             raise ValueError(f"train.out_dir: {path} {what}; move it away, or choose another --train.out-dir")
 
 

@@ -57,7 +57,7 @@ class Speed:
     def __str__(self) -> str:
         text = f"{_thousands(self.tokens_per_second)} tokens/s"
         if self.processes > 1:
-            text += f" ({_thousands(self.tokens_per_second / self.processes)} each of {self.processes})"
+            text += f" ({_thousands(self.tokens_per_second / self.processes)} in each of {self.processes} processes)"
         return text if self.mfu is None else f"{text}  MFU {self.mfu:.1%}"
 
 

@@ -71,7 +71,7 @@ class Room:
             restore()
             undo()
         raise ValueError(
-            f"{what}: the same tokens need more rows each time that they are routed; pass --train.deterministic, or "
+            f"{what}: the same tokens need more rows in each repeat; pass --train.deterministic or "
             "--parallel.exchange collective"
         )
 
@@ -87,10 +87,10 @@ class Room:
             try:
                 capacity.grow(own, where)
             except RuntimeError as error:
-                raise ValueError(f"{what}: a process is to receive {own:,} rows; {error}") from error
+                raise ValueError(f"{what}: this process would receive {own:,} rows; {error}") from error
         self.repeats += 1
         most, layer = max(needed)
-        self.say(f"{what} is repeated: a process was to receive {most:,} rows in layer {layer}, and lacked room")
+        self.say(f"{what} is repeated: a process had no room for its {most:,} rows in layer {layer}")
 
     def learn(self, rows: list[int], most: int) -> None:
         """Call it between steps: fits each layer's room to the rows of recent steps. rows: per layer, the most that

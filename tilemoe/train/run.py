@@ -98,7 +98,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
     free += differences(ours["model"], saved["model"], "model.")  # only how experts compute: the rest is checked above
     if fixed:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"
+            f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep the saved value to resume"
         )
     if checkpoint.state.step > recipe.train.steps:
         raise CheckpointError(
@@ -313,8 +313,8 @@ def _require_there(checkpoint: Checkpoint | None) -> None:
     """ValueError: another process deleted ``checkpoint`` after it was verified and before this one owned the folder."""
     if checkpoint is not None and not checkpoint.path.exists():
         raise ValueError(
-            f"train.out_dir {checkpoint.path.parent}: another process has trained in it and dropped "
-            f"{checkpoint.path.name} meanwhile; when that has ended, run the same command again"
+            f"train.out_dir {checkpoint.path.parent}: another process has trained in it and deleted "
+            f"{checkpoint.path.name}; run the same command again when that process has ended"
         )
 
 
@@ -342,7 +342,7 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
     """Load ``checkpoint`` into the trainer, and clear the run's folder of what is newer than it."""
     if checkpoint is None and list_checkpoints(run_dir):
         raise ValueError(
-            f"train.out_dir {run_dir} holds checkpoints of a run, which may have begun meanwhile; run the command with "
+            f"train.out_dir {run_dir} holds checkpoints, perhaps of a run that has just begun; run the command with "
             "--resume to go on in it, or choose another --train.out-dir"
         )
     _require_there(checkpoint)

@@ -74,7 +74,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, max_seq_len: int, name: str) -
         raise ValueError(f"{name}: it has no tokens; give some text to continue")
     ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.separator_id]
     if len(ids) >= max_seq_len:
-        raise ValueError(f"{name}: {len(ids)} tokens fill the model's {max_seq_len}; shorten it")
+        raise ValueError(f"{name}: {len(ids)} tokens fill the context of {max_seq_len}; shorten it")
     return ids
 
 

@@ -105,7 +105,7 @@ def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
     for rank, found in enumerate(problems):
         if found:
             raise ValueError(
-                f"train.out_dir {run_dir}: rank {rank} {found}; put it on a file system that all hosts share and write"
+                f"train.out_dir {run_dir}: rank {rank} {found}; put it on a file system to which all hosts can write"
             )
 
 

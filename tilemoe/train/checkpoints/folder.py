@@ -128,7 +128,7 @@ def drop_old(newest: Path, keep_last: int) -> None:
     for path, files in ours[:-keep_last]:
         if other := _first_other(path, files):
             warnings.warn(
-                f"{path} is not dropped: tilemoe did not write {told(other)} there; move that away", stacklevel=2
+                f"{path} is not deleted: tilemoe did not write {told(other)} in it; move that away", stacklevel=2
             )
         else:
             delete_files(path, files)
@@ -327,7 +327,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path, f"{STATE_FILE} cannot be read ({told(error)})") from None
     _require_state(path, data)
     if data["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
+        raise CheckpointError(f"checkpoint {path} has format {data['format']}, this tilemoe reads {FORMAT}; upgrade it")
     own_name = step_dir(path.parent, data["step"]).name
     if is_step_dir(path) and path.name != own_name:
         raise CheckpointError(

@@ -35,7 +35,7 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
         checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder))
         if checkpoint.state.recipe.lora is not None:
             raise ValueError(
-                f"--init-from {folder} holds adapters, with which no other run begins; merge them by tilemoe export "
+                f"--init-from {folder} holds adapters, from which no run can start; merge them with tilemoe export "
                 f"--checkpoint {folder} --out FOLDER, and give that folder"
             )
         model, spec = checkpoint.state.recipe.model, checkpoint.tokenizer_spec

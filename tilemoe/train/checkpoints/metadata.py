@@ -124,7 +124,7 @@ def open_tensors(folder: Path, bytes_of_file: Mapping[str, int], told: Any) -> d
     try:
         tensors = {name: _checked(folder, name, entry, bytes_of_file) for name, entry in dict(told).items()}
     except (KeyError, TypeError) as error:
-        raise ValueError(f"its tensors are not told of as a manifest does ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its description of tensors is malformed ({type(error).__name__}: {error})") from error
     places = sorted((c.file, c.offset, c.length) for tensor in tensors.values() for c in tensor.chunks)
     for (file, offset, length), (next_file, next_offset, _) in itertools.pairwise(places):
         if file == next_file and offset + length > next_offset:
@@ -139,14 +139,14 @@ def _checked(folder: Path, name: str, told: Any, bytes_of_file: Mapping[str, int
     for offsets, sizes, file, offset, length in chunks:
         needed, ends = math.prod(_counts(sizes)) * dtype.itemsize, map(operator.add, _counts(offsets), sizes)
         if not len(offsets) == len(sizes) == len(shape) or any(map(operator.gt, ends, shape)):
-            raise ValueError(f"a part of {name} is not within it")
+            raise ValueError(f"a part of {name} lies outside the tensor")
         if file not in bytes_of_file:
             raise ValueError(f"a part of {name} is in {file!r}, which the manifest does not list")
         if sum(_counts([offset, length])) > bytes_of_file[file] or not needed < length <= needed + _MOST_AROUND:
             raise ValueError(f"a part of {name} cannot be in bytes {offset}+{length} of {file}")
     is_whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(shape)
     if not is_whole or len({tuple(chunk.offsets) for chunk in chunks}) < len(chunks):
-        raise ValueError(f"the parts of {name} are not all of it, each once")
+        raise ValueError(f"the parts of {name} do not cover it exactly once")
     return StoredTensor(folder, dtype, shape, chunks)
 
 

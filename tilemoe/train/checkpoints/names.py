@@ -14,7 +14,7 @@ from tilemoe.train.config import Recipe, parse_recipe
 
 Made = TypeVar("Made")
 STATE_FILE = "state.json"
-GONE = "is gone, as where a training drops its older ones; give a newer one, or try again when that has ended"
+GONE = "is gone, perhaps deleted by a running training; give a newer one, or try again when that has ended"
 _TRIES = 3  # attempts to read a run while it adds and drops checkpoints
 _STEP_DIR = re.compile(r"step_([0-9]{8,})")
 

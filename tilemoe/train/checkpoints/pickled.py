@@ -32,7 +32,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
     try:
         return _tensors(_value(read_bytes(path)))
     except (ValueError, TypeError, AttributeError, LookupError) as error:  # damaged bytes raise any of these
-        reason = told(error)[:200] if type(error) is ValueError else "it is none of a checkpoint"
+        reason = told(error)[:200] if type(error) is ValueError else "it is not a checkpoint's file"
         raise ValueError(f"{path} is refused: {reason}; use the checkpoint only if you know who made it") from error
 
 
@@ -71,9 +71,9 @@ def _value(raw: bytes) -> Any:
         elif code.name == "STOP" and len(stack) == 1 and not marks and (at or 0) + 1 == len(raw):
             return stack[0]
         elif code.name not in ("PROTO", "FRAME"):
-            raise ValueError(f"it has opcode {code.name} where no checkpoint has it")
+            raise ValueError(f"it has opcode {code.name} in an unexpected place")
         if len(stack) + len(marks) > _MOST_VALUES:
-            raise ValueError("it is nested as no checkpoint's is")
+            raise ValueError("it is nested too deeply")
     raise ValueError("it does not end")
 
 
@@ -95,7 +95,7 @@ def _tensors(value: Any) -> dict[str, Any]:
         told[name] = {"dtype": dtype, "shape": _sizes(entry["size"]), "chunks": []}
         left -= len(entry["chunks"])
         if left < 0:
-            raise ValueError("it has more parts of tensors than places")
+            raise ValueError("it has more parts of tensors than places in files")
         for chunk in entry["chunks"]:
             sides = {side: _sizes(sizes) for side, sizes in _fields(chunk, "ChunkStorageMetadata").items()}
             told[name]["chunks"].append(sides)
@@ -113,15 +113,15 @@ def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
     if not value[0].endswith(f".{name}"):
-        raise ValueError(f"it has {value[0]} in the place of a {name}")
+        raise ValueError(f"it has {value[0]} instead of a {name}")
     fields = dict(_pairs(value[1][: 2 * _MOST_FIELDS]))
     if len(value[1]) > 2 * _MOST_FIELDS or not all(type(key) is str for key in fields):
-        raise ValueError(f"a {name} has what is none of its fields")
+        raise ValueError(f"a {name} has unknown fields")
     return fields
 
 
 def _sizes(value: Any) -> list[Any]:
     _, [sizes] = value
     if len(sizes) > _MOST_FIELDS:
-        raise ValueError("a tensor has more sides than any")
+        raise ValueError("a tensor has too many dimensions")
     return sizes

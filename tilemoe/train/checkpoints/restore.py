@@ -49,7 +49,7 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
         return torch.device("cuda")
     if job.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"device {name}: this machine has {torch.cuda.device_count()} CUDA GPUs, too few for a process on each; "
+            f"device {name}: this machine has {torch.cuda.device_count()} CUDA GPUs, too few for one per process; "
             "lower torchrun's --nproc-per-node, or use --train.device cpu"
         )
     return torch.device("cuda", job.local_rank)

@@ -180,7 +180,7 @@ def read_training(held: Mapping[str, Any], model: nn.Module, optimizer: torch.op
         setters[f"{_RNG_CUDA}{_rank()}"] = torch.cuda.set_rng_state
     for name in setters.keys() & held.keys():
         if math.prod(held[name].get_shape()) > _MOST_RANDOM_BYTES:
-            raise ValueError(f"checkpoint: {name} claims more bytes than any state of random numbers has")
+            raise ValueError(f"checkpoint: {name} is too large for a random-number state")
         set_random(name, held[name][()], setters[name])
 
 
@@ -193,7 +193,7 @@ def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
     try:
         setter(state)
     except RuntimeError as error:
-        raise ValueError(f"{name} is no state of PyTorch's random numbers ({error})") from error
+        raise ValueError(f"{name} is no random-number state of PyTorch ({error})") from error
 
 
 def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
@@ -205,11 +205,11 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
     of, _, part = split_name(name)
     parameter = parameters.get(of)
     if parameter is None:
-        raise ValueError(f"checkpoint: {name} is of no parameter of the model; use the settings it was trained with")
+        raise ValueError(f"checkpoint: {name} is for no parameter of the model; use the settings it was trained with")
     if part and isinstance(parameter, DTensor) and not in_blocks(parameter):
         raise ValueError(
             f"checkpoint: {name} is stored in blocks of {BLOCK}, which these processes do not share evenly; resume "
-            "with another number of them, or with other --parallel settings"
+            "with another number of processes, or with other --parallel settings"
         )
     if part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
         return blocks_like(parameter)
@@ -218,8 +218,8 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if part or math.prod(shape) != 1:
         raise ValueError(
-            f"checkpoint: {name} is {tuple(shape)} and its parameter {tuple(parameter.shape)}; use the settings it was "
-            "trained with"
+            f"checkpoint: {name} is {tuple(shape)} but its parameter {tuple(parameter.shape)}; use the settings "
+            "it was trained with"
         )
     return torch.empty(tuple(shape))
 
@@ -245,7 +245,7 @@ def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
     for name, target in wanted.items():
         shape = tuple(held[name].get_shape())
         if shape != tuple(target.shape):
-            raise ValueError(f"the checkpoint has {name} of shape {shape}, the model of {tuple(target.shape)}")
+            raise ValueError(f"the checkpoint has {name} of shape {shape}, the model has {tuple(target.shape)}")
         if isinstance(target, DTensor):
             copy_part(target, partial(_part, held, name, target.dtype))
         else:
@@ -256,7 +256,7 @@ def _part(held: Mapping[str, Any], name: str, dtype: torch.dtype, box: tuple[sli
     """A box of a tensor, or all of it. ValueError: its dtype is not ``dtype``, and not both are floating point."""
     part: Tensor = held[name][box]
     if part.dtype != dtype and not (part.is_floating_point() and dtype.is_floating_point):
-        raise ValueError(f"the checkpoint has {name} in {part.dtype}, in place of {dtype}")
+        raise ValueError(f"the checkpoint has {name} in {part.dtype}, instead of {dtype}")
     return part
 
 

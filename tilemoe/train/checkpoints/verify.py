@@ -36,7 +36,7 @@ def verify(folder: Path) -> Iterator[Finding]:
     for path in paths:
         finding = _find(path)
         is_dropped = path != folder and folder.exists() and not path.exists()
-        yield Finding(f"{path}: dropped meanwhile, as by a training", True) if is_dropped else finding
+        yield Finding(f"{path}: deleted meanwhile, perhaps by a training", True) if is_dropped else finding
 
 
 def _find(path: Path) -> Finding:

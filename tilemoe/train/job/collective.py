@@ -81,7 +81,7 @@ def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int)
     if _is_lost_process(error):
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise JobError(
-            f"{job.name}: another process is gone or did not answer within train.timeout ({timeout} s); its own line "
+            f"{job.name}: another process is gone or did not answer within train.timeout ({timeout} s); its own error "
             f"or torchrun's report says why; {GO_ON} ({first_line})"
         ) from error
     if isinstance(error, torch.OutOfMemoryError):
@@ -93,7 +93,7 @@ def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int)
 
 def _told(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return f"{signal.Signals((*error.args, signal.SIGINT)[0]).name} came"
+        return f"{signal.Signals((*error.args, signal.SIGINT)[0]).name} was received"
     return told(error)[:_LONGEST]
 
 
@@ -142,7 +142,7 @@ def entries_of_hosts(paths: list[Path], job: Job) -> Entries:
             entry = entries.get(name, "missing")
             if entry is not None and found.setdefault(name, entry) != entry:
                 where = f"{paths[0].parent}: {name}"
-                raise DisagreementError(f"{where} is another on the host of rank {rank}; copy it again")
+                raise DisagreementError(f"{where} differs on the host of rank {rank}; copy it again")
     return found
 
 
@@ -166,14 +166,14 @@ def _offer(store: Store, job: Job, name: str, deadline: float) -> str:
     while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
         words = [_read(store, f"word of {rank}") for rank in range(1, job.world_size)]
         store.set("offer", " ".join([name, *words]))
-        _wait(deadline, f"{len(missing)} of {job.world_size} processes, rank {missing[0]} among them, did not come")
+        _wait(deadline, f"{len(missing)} of {job.world_size} processes, rank {missing[0]} among them, did not join")
     return name
 
 
 def _accept(store: Store, job: Job, word: str, deadline: float) -> str:
     store.set(f"word of {job.rank}", word)
     while word not in (offer := _read(store, "offer").split()):
-        _wait(deadline, "rank 0 did not come")
+        _wait(deadline, "rank 0 did not join")
     store.set(f"{offer[0]}/{job.rank}", word)
     return offer[0]
 

@@ -176,7 +176,7 @@ class Watch:
         if time.monotonic() - self._moved <= self._timeout:
             return ""
         if not self._job.is_first:
-            return f"rank 0 hangs: nothing was heard of it within train.timeout ({self._timeout:g} s)"
+            return f"rank 0 hangs: nothing was heard from it within train.timeout ({self._timeout:g} s)"
         since = time.monotonic() - self._timeout
         if min(self._heard.values()) > since and min(self._marks.values()) <= (0, 0):
             return ""
@@ -184,7 +184,7 @@ class Watch:
         who = [rank for rank, place in places.items() if place == min(places.values())]
         names = f"rank {who[0]} hangs" if len(who) == 1 else f"ranks {', '.join(map(str, who))} hang"
         step = self._marks[who[0]][1]
-        limit = f"no process has moved within train.timeout ({self._timeout:g} s)"
+        limit = f"no process has advanced within train.timeout ({self._timeout:g} s)"
         return "; ".join([f"{names} in step {step}: {limit}", *self._told_places(who)])
 
     def _told_places(self, who: list[int]) -> list[str]:
