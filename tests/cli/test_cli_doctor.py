@@ -105,7 +105,7 @@ def test_what_is_off_on_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(doctor_checks, "has_triton", lambda: True)
     kernels, cache = doctor_checks.environment("580")
-    assert "the Hopper kernels do not serve (3.5)" in kernels.line
+    assert "the Hopper kernels are not used (3.5)" in kernels.line
     assert (str(kernels.advice)[:25], kernels.is_fatal) == ("pip install triton==3.6.0", False)
     assert cache.is_fatal
     monkeypatch.setattr(doctor_checks, "has_triton", lambda: False)
@@ -118,7 +118,7 @@ def test_a_b200_with_too_old_a_triton_or_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     for name, is_there, said in (
-        ("torch", True, ["cuda:0: the Triton kernels do not serve (3.6)"]),
+        ("torch", True, ["cuda:0: the Triton kernels are not used (3.6)"]),
         ("torch", False, ["Triton is not installed: on cuda:0 PyTorch's slower kernels serve"]),
         ("triton", True, []),
     ):

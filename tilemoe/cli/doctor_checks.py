@@ -70,7 +70,7 @@ def environment(driver_version: str | None) -> Iterator[Finding]:
             yield Finding(f"Triton is not installed: on {device} PyTorch's slower kernels serve", advice)
         elif (major == 9 and chosen.name != "hopper") or (major == 10 and chosen.name == "torch"):
             kernels = "Hopper" if major == 9 else "Triton"
-            yield Finding(f"{device}: the {kernels} kernels do not serve ({chosen.reason})", advice)
+            yield Finding(f"{device}: the {kernels} kernels are not used ({chosen.reason})", advice)
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or expand_user("~/.triton/cache"))
     there = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
