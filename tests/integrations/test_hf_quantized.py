@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from test_hf_gates import REFUSED, every_class
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.quantized import dequantize_experts, quantize_experts
@@ -273,6 +274,27 @@ def test_what_would_need_plain_weights_says_so() -> None:
     peft = adapted(model)
     with pytest.raises(ValueError, match=r"dequantize_experts\(model\) makes it plain again"):
         peft.merge_and_unload()
+
+
+@pytest.mark.parametrize("way", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": get_ema_avg_fn(0.5)}])
+def test_an_average_is_of_what_is_trained(way: dict[str, Any]) -> None:
+    """The whole model has none; with its trained parameters alone, PyTorch's averages are the plain model's."""
+    model = wide("olmoe")
+    quantize_experts(model, "nf4_double")
+    plain = copy.deepcopy(model)
+    dequantize_experts(plain)
+    whole, averages = AveragedModel(peft := adapted(model), **way), []
+    whole.update_parameters(peft)
+    with pytest.raises(ValueError, match="an average takes the parameters that require gradients alone"):
+        whole.update_parameters(peft)
+    for each in (peft, adapted(plain)):
+        trained = nn.ParameterList(parameter for parameter in each.parameters() if parameter.requires_grad)
+        averages.append(AveragedModel(trained, **way))
+        averages[-1].update_parameters(trained)
+        redraw(trained, 0.1, seed=1)
+        averages[-1].update_parameters(trained)
+    assert_equal(list(averages[0].parameters()), list(averages[1].parameters()))
+    assert len(list(averages[0].parameters())) == 8
 
 
 def test_a_merged_model_is_plain(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import gc
 import json
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,15 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers import auto
 
 from tilemoe.integrations import quantized_weight
-from tilemoe.integrations.quantized import (
-    TilemoeConfig,
-    dequantize_experts,
-    quantize_experts,
-    register_quantizer,
-    unregister_quantizer,
-)
+from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.quantized import TilemoeConfig, dequantize_experts, quantize_experts, register_quantizer
 from tilemoe.integrations.quantized_weight import FrozenWeight, quantize_weight, quantized_weights
 from tilemoe.kernels.experts.formats.mxfp4 import quantize_mxfp4
 from tilemoe.kernels.experts.formats.nf4 import quantize_nf4
 from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.testing import assert_equal
 
-
-@pytest.fixture(autouse=True)
-def _unregistered_after(unregistered_after: None) -> Iterator[None]:
-    yield
-    unregister_quantizer()
+pytestmark = pytest.mark.usefixtures("unregistered_after")
 
 
 def saved(family: str, folder: Path, **more: Any) -> PreTrainedModel:
@@ -222,18 +212,21 @@ def test_no_more_than_a_layer_is_ever_in_bf16(tmp_path: Path, monkeypatch: pytes
     assert layer / 2 < peak < 2 * layer + rest
 
 
-def test_transformers_own_words_without_tilemoe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_the_quantizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide("olmoe")
     quantize_experts(model)
     model.save_pretrained(tmp_path)
-    unregister_quantizer()
-    assert "tilemoe" not in auto.AUTO_QUANTIZER_MAPPING
+    integration.unregister()
     words: list[str] = []
     monkeypatch.setattr(auto.logger, "warning", words.append)
     _, found = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert words[0].startswith("Unknown quantization type, got tilemoe")
     assert "model.layers.0.mlp.experts.down_proj" in found["missing_keys"]
+    integration.register()
+    with raises_one_line("the folder has experts in 4 bit; call tilemoe.integrations.quantized.register_quantizer()"):
+        type(model).from_pretrained(tmp_path)
     register_quantizer()
+    integration.register()  # which leaves the quantizer
     again, found = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(found.values())
     assert_equal(tensors(again), tensors(model))

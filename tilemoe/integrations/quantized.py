@@ -93,15 +93,9 @@ _OfMxfp4.__name__ = Mxfp4Config.__name__
 
 
 def register_quantizer() -> None:
-    """Enter "tilemoe" into transformers' registry of quantizers. Idempotent."""
+    """Enter "tilemoe" into transformers' registry of quantizers, until `unregister`. Idempotent."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = TilemoeConfig
     AUTO_QUANTIZER_MAPPING[NAME] = TilemoeQuantizer
-
-
-def unregister_quantizer() -> None:
-    """Undo `register_quantizer`."""
-    for table in (AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING):
-        table.pop(NAME, None)
 
 
 def quantize_experts(model: nn.Module, storage: str = "nf4") -> int:

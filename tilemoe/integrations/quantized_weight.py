@@ -27,8 +27,10 @@ from tilemoe.ops.lora import Adapters
 
 _MXFP4 = Mxfp4Weight.name
 _RANK_MULTIPLE = 8  # GPU kernels take ranks that are multiples of it
-_INSTEAD = "only experts_implementation='tilemoe' computes with it, and dequantize_experts(model) makes it plain again"
-
+_INSTEAD = (
+    "only experts_implementation='tilemoe' computes with it, an average takes the parameters that require gradients "
+    "alone, and dequantize_experts(model) makes it plain again"
+)
 
 UNCOMPILED = "_tilemoe_uncompiled"  # attribute of an experts module that torch.compile must not trace
 

@@ -3,10 +3,10 @@
 T tokens · d hidden_size · n intermediate_size · E experts of this rank · K experts per token · w = 2n gated, n ungated
 
 transformers looks up the function that computes a model's experts in a table. `register` adds tilemoe's function to it,
-and to the table for FP8 experts a function that raises. The router stays the model's own. Weights are read in place,
-(E, w, d) or transposed, without a copy. To find out which activation a model uses, its own gate function is evaluated;
-the answer is kept as an attribute of the experts module. Nothing else in transformers changes. A model that tilemoe
-does not compute exactly is refused.
+and to the tables for FP8 experts and for quantizers entries that raise. The router stays the model's own. Weights are
+read in place, (E, w, d) or transposed, without a copy. To find out which activation a model uses, its own gate function
+is evaluated; the answer is kept as an attribute of the experts module. Nothing else in transformers changes. A model
+that tilemoe does not compute exactly is refused.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ def register() -> None:
         >>> tilemoe_transformers.register()
         >>> model = AutoModelForCausalLM.from_config(config, experts_implementation="tilemoe")
     """
-    tables = _tables()
-    tables[0][NAME] = experts_forward
-    for table in tables[1:]:
-        table[NAME] = _refuse_quantised
+    for table, entry in _tables():
+        table.setdefault(NAME, entry)
 
 
 def unregister() -> None:
@@ -67,9 +65,8 @@ def unregister() -> None:
         >>> tilemoe_transformers.register()
         >>> tilemoe_transformers.unregister()
     """
-    for table in _tables():
-        if NAME in table:
-            del table[NAME]
+    for table, _ in _tables():
+        table.pop(NAME, None)
 
 
 def use(model: nn.Module) -> int:
@@ -338,8 +335,16 @@ def hf_models(model: nn.Module) -> list[Any]:
     return found
 
 
-def _tables() -> list[Any]:
-    """transformers' tables of experts' implementations: for ordinary weights, and for FP8 weights.
+class _Unread:
+    """Stands for `TilemoeConfig`, without which transformers draws the experts of a folder in 4 bit at random."""
+
+    @staticmethod
+    def from_dict(*_: Any, **__: Any) -> None:
+        raise ValueError("the folder has experts in 4 bit; call tilemoe.integrations.quantized.register_quantizer()")
+
+
+def _tables() -> list[tuple[Any, Any]]:
+    """transformers' tables and tilemoe's entries: experts' implementations, those for FP8 weights, and quantizers.
 
     All models share each table. Entries are set and deleted as in a dict; they lie over transformers' own entries,
     which stay as they are.
@@ -349,10 +354,11 @@ def _tables() -> list[Any]:
     except ImportError as error:
         raise ValueError(f"transformers is not installed; {_UPGRADE}") from error
     _require_version(transformers)
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS as FP8
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as EXPERTS
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as CONFIGS
 
-    return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
+    return [(EXPERTS, experts_forward), (FP8, _refuse_quantised), (CONFIGS, _Unread)]
 
 
 def _require_version(transformers: ModuleType) -> None:
