@@ -120,8 +120,9 @@ def slices_of(base: HFBase) -> dict[str, Any]:
 
 def dtype_of(base: HFBase) -> torch.dtype:
     """The weights' dtype in config.json; if it has none, bf16 if any tensor of the files is bf16, else fp32."""
-    in_bf16 = any(each.get_dtype() == "BF16" for each in slices_of(base).values())
-    return config_of(base).dtype or (torch.bfloat16 if in_bf16 else torch.float32)
+    if (stated := config_of(base).dtype) is not None:
+        return stated
+    return torch.bfloat16 if any(each.get_dtype() == "BF16" for each in slices_of(base).values()) else torch.float32
 
 
 def loaded(base: HFBase, dtype: torch.dtype, options: dict[str, Any]) -> Any:

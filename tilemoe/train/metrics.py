@@ -103,7 +103,7 @@ class MetricsWriter:
         os.fsync(self._file.fileno())
 
     def _require_place(self) -> None:
-        """ValueError: the file was removed, moved or replaced. The open file would take records that nobody finds."""
+        """ValueError: the file was removed, moved or replaced. Records appended to the open file would be lost."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
                 return

@@ -89,7 +89,12 @@ class PendingCheckpoint:
     def then(self, action: Callable[[], object]) -> None:
         """Run ``action`` in the thread, once the checkpoint is published."""
         published = self._done[0]
-        self._done.append(self._thread.submit(lambda: (published.result(), action())))
+
+        def act() -> None:
+            published.result()  # raises if there is no checkpoint
+            action()
+
+        self._done.append(self._thread.submit(act))
 
     def finish(self) -> Path:
         """Wait until the checkpoint is published; a failing process may call this alone. Returns its path.

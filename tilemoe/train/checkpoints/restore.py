@@ -235,13 +235,14 @@ def _restore(path: Path, device_name: str, precision: str | None) -> Restored:
     checkpoint = resolve_checkpoint(path)
     checkpoint.require_bytes()
     device, recipe = select_device(device_name), checkpoint.state.recipe
-    model: DecoderLM | HFDecoder
     if isinstance(recipe.model, HFBase):
         recipe.model.require_unchanged()
-        model = make_adapted(recipe, device, device, merged_dtype(recipe) if precision == "merged" else None)
+    frozen = merged_dtype(recipe) if precision == "merged" else frozen_dtype(recipe, device)
+    model: DecoderLM | HFDecoder
+    if isinstance(recipe.model, HFBase):
+        model = make_adapted(recipe, device, device, frozen)
     else:
-        of_run = merged_dtype(recipe) if precision == "merged" else frozen_dtype(recipe, device)
-        model = make_decoder(recipe, device=device, frozen=torch.float32 if precision == "fp32" else of_run)
+        model = make_decoder(recipe, device=device, frozen=torch.float32 if precision == "fp32" else frozen)
     checkpoint.load_model(model)
     model.eval()
     tokenizer = load_tokenizer(checkpoint.tokenizer_spec)
