@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ def make(args: argparse.Namespace, name: str) -> tuple[Any, Any]:
     spec = with_norms(spec)
     named = {"vocab_size": args.vocabulary, "max_sequence_length": args.sequence, "rotary_base": 1_000_000}
     model = GPTModel(cfg, SPECS[name](spec), position_embedding_type="rope", **named).to(args.device)
-    draw_experts(model, args.device)
+    draw(model, args.device)
     module = Float16Module(cfg, model) if cfg.bf16 else model
     wrapped = DistributedDataParallel(cfg, DistributedDataParallelConfig(True), module)
     settings = OptimizerConfig(optimizer="adam", lr=3e-4, clip_grad=1.0, bf16=cfg.bf16, params_dtype=cfg.params_dtype)
@@ -137,8 +138,8 @@ def make(args: argparse.Namespace, name: str) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def draw_experts(model: nn.Module, device: str) -> None:
-    """The same weights whatever module holds them: on a GPU Megatron draws one expert after the other."""
+def draw(model: nn.Module, device: str) -> None:
+    """The same weights whatever module holds the experts: on a GPU Megatron draws one after the other."""
     generator, expert_rank = torch.Generator(device), parallel_state.get_expert_model_parallel_rank()
     for name, weight in model.named_parameters():
         if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc|w)([12])", name):
@@ -146,6 +147,9 @@ def draw_experts(model: nn.Module, device: str) -> None:
             for e, each in enumerate(weight if weight.ndim == 3 else [weight], expert):
                 generator.manual_seed(hash((expert_rank, layer, e, part)) % 2**63)
                 each.normal_(0.0, 0.02, generator=generator)
+        elif weight.ndim == 2:
+            generator.manual_seed(crc32(name.encode()))
+            weight.normal_(0.0, 0.02, generator=generator)
 
 
 def batches(args: argparse.Namespace) -> Tensor:
@@ -212,12 +216,8 @@ def train(args: argparse.Namespace, name: str, data: Tensor) -> tuple[record.Row
     alone, whole = map(max, zip(*peaks[warm:], strict=True))
     step_ms = timing.summary(ms[warm:])
     tokens = args.batch * args.sequence * parallel_state.get_data_parallel_world_size()
-    row = {
-        "contestant": name,
-        "steps_done": len(losses),
-        "step_ms": step_ms,
-        "tokens_per_s": round(1e3 * tokens / step_ms["median"]),
-    }
+    row = {"contestant": name, "steps_done": len(losses), "step_ms": step_ms}
+    row["tokens_per_s"] = round(1e3 * tokens / step_ms["median"])
     row |= {"peak_bytes": whole - before, "gradient_bytes": alone - before, "losses": losses, "grad_norms": norms}
     return row, gradients
 
@@ -245,8 +245,8 @@ def main(arguments: list[str] | None = None) -> None:
         dist.init_process_group("nccl")
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
         parallel_state.initialize_model_parallel(**parallel_sizes(args))
-    where = {"mode": "megatron", "gpus": dist.get_world_size(), **vars(args)}
-    where["megatron"] = record.version("megatron-core")
+    version = record.version("megatron-core")
+    where = {"mode": "megatron", "gpus": dist.get_world_size(), **vars(args), "megatron": version}
     data, first = batches(args), None
     for name in dict.fromkeys([REFERENCE, *args.contestants.split(",")]):
         row, gradients = train(args, name, data)
