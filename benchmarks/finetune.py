@@ -192,12 +192,14 @@ def load(folder: Path, args: argparse.Namespace) -> nn.Module:
         settings["quantization_config"] = TilemoeConfig(args.experts, linear=four if args.linear else None)
     elif "quantization_config" in json.loads((folder / "config.json").read_text()):
         settings["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
-    if not is_packed:
-        integration.register()
-        settings["experts_implementation"] = args.implementation
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map={"": DEVICE}, attn_implementation=args.attention, **settings
     )
+    if args.implementation == "tilemoe":
+        integration.use(model)
+    else:
+        model.set_experts_implementation(args.implementation)
+    return model
 
 
 def rows_of_tokens(folder: Path, length: int, count: int) -> list[list[int]]:
@@ -222,9 +224,7 @@ def sft(folder: Path, args: argparse.Namespace) -> Row:
         torch.cuda.set_per_process_memory_fraction((args.card_gib * 2**30 - card()["context_bytes"]) / total)
     host, began = HostMemory(os.getpid()), time.perf_counter()
     model = load(folder, args)
-    loading = {"seconds": round(time.perf_counter() - began, 1), "host_anonymous_bytes": host.end()}
-    loading |= card()
-    print(f"loaded: {loading}", flush=True)
+    loading = {"seconds": round(time.perf_counter() - began, 1), "host_anonymous_bytes": host.end(), **card()}
     adapters = LoraConfig(
         r=ATTENTION_RANK,
         lora_alpha=2 * ATTENTION_RANK,

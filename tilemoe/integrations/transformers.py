@@ -267,8 +267,9 @@ def _stored_weights(module: nn.Module) -> _Weights:
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
+    products = _products(module, name)
     try:  # no default: to see if it is needed, torch.compile would read PEFT's property, which caches a tensor
-        tensor = getattr(module, name)
+        tensor = products.original if products else getattr(module, name)
     except AttributeError:
         tensor = None
     if not isinstance(tensor, Tensor):
@@ -287,7 +288,20 @@ def _weight(module: nn.Module, name: str) -> Tensor:
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
             why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
         raise refusal(module, f"{name} is a {type(tensor).__name__} of {tensor.dtype}; {why}")
+    if products:
+        return products[0](FrozenWeight(tensor, tensor.dtype))
     return with_adapters(module, name, tensor)
+
+
+def _products(module: nn.Module, name: str) -> Any:
+    """The parametrisation by which PEFT adds one adapter's product to a weight, in a forward without `use`, if the
+    experts are frozen. Called with a `FrozenWeight` it keeps the factors apart. None: there is no such one.
+    """
+    every: Any = module._modules.get("parametrizations", {})
+    if torch.compiler.is_compiling() or name not in every:
+        return None
+    found, is_frozen = every[name], not any(parameter.requires_grad for parameter in module.parameters())
+    return found if is_frozen and len(found) == 1 and hasattr(found[0], "lhs") else None
 
 
 def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
