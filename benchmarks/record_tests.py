@@ -1,6 +1,6 @@
 """Run one kind of tests and append a row of what came of them to results/.
 
-    python benchmarks/record_tests.py gpu                 # what needs a GPU, on a machine with one
+    OMP_NUM_THREADS=1 python benchmarks/record_tests.py gpu -n 8       # what needs a GPU, on a machine with one
     python benchmarks/record_tests.py thorough -n 2 --dist worksteal        # make thorough
     TILEMOE_FAULTS=all python benchmarks/record_tests.py faults             # make faults
     TILEMOE_CELLS=all python benchmarks/record_tests.py cells               # make every-cell

@@ -128,6 +128,26 @@ def test_optimisers() -> None:
     assert whole == [told["AdamW, 770 steps"][1], told["Muon, 770 steps"][1], told["Muon, 770 steps"][2].split(";")[0]]
 
 
+def test_megatron() -> None:
+    rows, gpus = newest("megatron", "gpus", "contestant"), ""
+    for number, experts, *told in table("integrations.md", "| GPUs | experts | step, ms"):
+        gpus = number[:1] or gpus
+        row = rows[int(gpus), {"`SequentialMLP`": "sequential"}.get(experts, experts)]
+        mean = f"{row['loss_difference']['mean']:.1e}".replace("e-0", "e-") if told[2] else ""
+        assert told == [f"{row['step_ms']['median']:.1f}", f"{row['peak_bytes'] / GB:.2f}", mean], (gpus, experts)
+
+
+def test_log_probabilities() -> None:
+    rows = newest("grpo", "model", "replay", mode="log_probs")
+    names = (
+        "dense, transformers",
+        *(f"experts, {each}" for each in ("transformers", "tilemoe", "tilemoe, fp8", "tilemoe, batch")),
+    )
+    for name, (_, *told) in zip(names, table("replay.md", "| model | without replay"), strict=True):
+        found = [rows.get((name, replayed)) for replayed in (False, True)]
+        assert told == [f"{row['mean']:.4f}" if row else "" for row in found], name
+
+
 def test_fine_tuning() -> None:
     rows = newest("finetune", "case", "experts", "implementation", "linear", mode="sft", tokens=4096, layers=48)
     rows |= newest("finetune", "case", "experts", "implementation", "linear", mode="sft", layers=24)
@@ -140,6 +160,11 @@ def test_fine_tuning() -> None:
         assert told == [f"{memory:.1f}", f"{host:.1f}", f"{seconds + 1e-9:.0f}", f"{row['tokens_per_second']:,}"], (
             experts
         )
+    rows = newest("finetune", "case", "experts", mode="train")
+    for model, experts, *told in table("fine-tuning.md", "| model | experts | GPU memory"):
+        case, row = model or case, rows[model or case, experts.replace("`", "")]
+        memory, host = row["card_bytes"] / GIB, row["loading"]["host_anonymous_bytes"] / GB
+        assert told == [f"{memory:.1f}", f"{host:.1f}", f"{row['tokens_per_second']:,}"], experts
     rows = newest("nf4_adapters", "size", "storage", mode="step")
     for layer, tokens, *told in table("fine-tuning.md", "| layer | tokens | bf16, ms"):
         size = layer if tokens == "16384" else f"{layer}, {tokens} tokens"

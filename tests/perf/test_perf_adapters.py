@@ -136,6 +136,18 @@ def test_peaks_are_those_recorded() -> None:
     assert seen >= 2
 
 
+def test_peaks_of_the_trainer_are_those_recorded() -> None:
+    """`tilemoe train`'s, as nvidia-smi has them: CUDA's context takes 0.8 GB more."""
+    rows = [row for row in record.rows("finetune") if row["mode"] == "train" and "card_bytes" in row]
+    for row in rows:
+        sizes, experts = SIZES_PRESETS[row["case"].lower()], row["experts"].replace("bf16", "dense")
+        assert sizes.num_layers == row["layers"]
+        tuning = Tuning(sizes, H200, 8, 16, experts, "adamw8bit", row["length"], "block")
+        planned = sum(memory_parts(tuning, row["tokens"] // row["length"]).values())
+        assert row["card_bytes"] - 0.8e9 == pytest.approx(planned, rel=0.05), (row["case"], experts)
+    assert len(rows) >= 4
+
+
 def test_eager_attention_keeps_the_scores_of_gpt_oss() -> None:
     attend = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
     sequences, heads, length, width = 2, 8, 128, 16
