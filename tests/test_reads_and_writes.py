@@ -43,7 +43,7 @@ IN_NEW_FOLDERS = {
     "models/sums.py": {"write_sums"},
     "train/checkpoints/distributed.py": {"_problem", "require_shared"},
     "train/checkpoints/folder.py": {"publish"},
-    "train/checkpoints/sharded_state.py": {"write_whole"},
+    "train/checkpoints/sharded_state.py": {"_write_safetensors"},
 }
 # Functions that read a file of the package or of the system, or one that a reader of their own has looked at.
 BY_NAME = {

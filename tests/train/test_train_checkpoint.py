@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line
-from safetensors.torch import load_model
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 from tilemoe.data import load_tokenizer
+from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import pending, sharded_state
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
@@ -91,6 +93,38 @@ def test_it_holds_what_was_there_when_it_was_begun(
     begun = PendingCheckpoint(tmp_path, TrainState(recipe, 3, 1, 1.5, "abc"), model, optimizer, **options)
     assert begun.is_written
     assert open_checkpoint(begun.finish()).state.step == 3
+
+
+def test_frozen_weights_are_not_copied(tmp_path: Path) -> None:
+    model = Toy()
+    model.linear.requires_grad_(False)
+    tensors = sharded_state.training_tensors(model, make_optimizer(model, OptimConfig(lr=0.1)))
+    copied = sharded_state.HostMemory().copy(tensors, sharded_state.frozen_names(model))
+    assert copied is not None
+    assert copied.keys() == tensors.keys()
+    same = {name for name in tensors if copied[name].data_ptr() == tensors[name].data_ptr()}
+    assert same == {"model.linear.weight", "model.linear.bias"}
+    assert_equal(list(copied.values()), [tensors[name] for name in copied])
+
+
+def test_safetensors_reads_every_kind_of_tensor_that_is_written(tmp_path: Path) -> None:
+    given = {
+        "a scalar": torch.tensor(3.0),
+        "an empty one": torch.empty(0, 4),
+        "transposed": torch.randn(4, 6).T,
+        **{f"{dtype}": torch.arange(7).to(dtype) for dtype in sharded_state._KINDS},
+    }
+    weights = {f"model.{name}": tensor for name, tensor in given.items()}
+    model, optimizer = tmp_path / "model", tmp_path / "optimizer"
+    sharded_state.write_whole(model, optimizer, weights | {"optimizer.a": torch.arange(9, dtype=torch.uint8)})
+    read = load_file(model)
+    assert read.keys() == given.keys()
+    assert_equal([read[name].double() for name in given], [tensor.double() for tensor in given.values()])
+    assert [read[name].dtype for name in given] == [tensor.dtype for tensor in given.values()]
+    assert load_file(optimizer)["a"].tolist() == list(range(9))
+    save_file({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "theirs")
+    with safe_open(model, "pt") as ours, safe_open(tmp_path / "theirs", "pt") as theirs:
+        assert ours.metadata() == theirs.metadata()
 
 
 def test_everything_comes_back_bit_for_bit(save: Callable[..., Path], recipe: Recipe) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -26,7 +25,13 @@ from tilemoe.train.checkpoints.folder import (
 )
 from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.names import step_dir
-from tilemoe.train.checkpoints.sharded_state import HostMemory, first_failure, training_tensors, write_whole
+from tilemoe.train.checkpoints.sharded_state import (
+    HostMemory,
+    first_failure,
+    frozen_names,
+    training_tensors,
+    write_whole,
+)
 
 
 class Saver:
@@ -50,8 +55,8 @@ class Saver:
 
 
 class PendingCheckpoint:
-    """A checkpoint that a thread writes and publishes while training goes on. Making it copies the tensors to the host,
-    and training waits for that copy only; if the host has no room, for the whole write (a core hashes 1.2 GB/s).
+    """A checkpoint that a thread writes and publishes while training goes on. Making it copies what is trained to the
+    host, and training waits for that copy only; if the host has no room, for the whole write (a core hashes 1.2 GB/s).
 
     All processes of a job must make it, one at a time, and finish it. The next save removes an interrupted one.
 
@@ -75,7 +80,7 @@ class PendingCheckpoint:
         with self._errors_in_one_line():
             saver.in_first(lambda: make_temporary(self._target))
         tensors = training_tensors(model, optimizer)
-        copied = saver.memory.copy(tensors)
+        copied = saver.memory.copy(tensors, frozen_names(model))
         self._thread = ThreadPoolExecutor(1, "tilemoe-save")
         self._done: list[Future[Any]] = [self._thread.submit(self._publish, tensors if copied is None else copied)]
         if copied is None:
@@ -116,7 +121,7 @@ class PendingCheckpoint:
     def _errors_in_one_line(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError, CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             if self._saver.is_first:
                 discard(self._temporary)
             told: BaseException | str = error

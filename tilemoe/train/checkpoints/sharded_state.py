@@ -6,6 +6,7 @@ Their names in torch.distributed.checkpoint's files are ``model.<name>``, ``opti
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -14,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -42,6 +43,12 @@ from tilemoe.train.optim import (
 _MOST_RANDOM_BYTES = 1 << 16  # torch's CPU state has 5,056
 _FILE_BYTES, _MOST_FILES = 1 << 28, 8  # per process; it writes one more file for each 256 MiB
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
+_KINDS = MappingProxyType(  # safetensors' names
+    {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8",
+        torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+    }
+)  # fmt: skip
 
 
 def is_shared(model: nn.Module) -> bool:
@@ -65,15 +72,20 @@ class HostMemory:
         self._on_gpu = torch.cuda.is_initialized()
         self._copies, self._is_taken = StateDictStager(pin_memory=self._on_gpu, share_memory=False), False
 
-    def copy(self, tensors: dict[str, Any]) -> dict[str, Any] | None:
-        """A copy of ``tensors``; those that share memory share it in the copy. None: the host has no room for it."""
+    def copy(self, tensors: dict[str, Any], frozen: Container[str]) -> dict[str, Any] | None:
+        """A copy of ``tensors``; those that share memory share it in the copy. None: the host has no room for it.
+
+        ``frozen``: names of tensors that nobody changes, of which the copy has the tensors themselves.
+        """
+        kept = {name: tensor for name, tensor in tensors.items() if name in frozen}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in kept}
         if not self._is_taken and sum(local_of(tensor).nbytes for tensor in tensors.values()) > _free_bytes():
             return None
         copied: dict[str, Any] = self._copies.stage(tensors, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize()
         self._is_taken = True
-        return copied
+        return copied | kept
 
 
 def _free_bytes() -> float:
@@ -115,6 +127,12 @@ def _bytes_of(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names, as in `training_tensors`, of the parameters that are not trained."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {_MODEL + name for name, parameter in named if not parameter.requires_grad}
+
+
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All tensors that this process has to write, by their names in the files."""
     state = model.state_dict()  # first: this reshards parameters that FSDP has gathered
@@ -137,9 +155,26 @@ def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any])
     first: dict[Any, str] = {}
     kept = {name: first.setdefault(weights[name].data_ptr() or name, name) for name in sorted(weights)}
     tied = {name: other for name, other in kept.items() if name != other}
-    stored = {name: weight.contiguous() for name, weight in weights.items() if name not in tied}
-    save_file(stored, str(model_file), tied or None)
-    save_file(_under(_OPTIMIZER, tensors), str(optimizer_file))
+    stored = {name: weight for name, weight in weights.items() if name not in tied}
+    _write_safetensors(model_file, stored, tied)
+    _write_safetensors(optimizer_file, _under(_OPTIMIZER, tensors), {})
+
+
+def _write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """One tensor after the other: safetensors' `save_file` first copies all those of a GPU into new host memory."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each begins at a multiple of its items
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        kind, shape = _KINDS[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(tensors[name].contiguous().cpu().flatten().view(torch.uint8).numpy().data)
 
 
 @contextmanager
