@@ -13,6 +13,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 from tilemoe.data import load_tokenizer
+from tilemoe.models.sums import file_entries
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import pending, sharded_state
 from tilemoe.train.checkpoints.folder import (
@@ -116,7 +117,8 @@ def test_safetensors_reads_every_kind_of_tensor_that_is_written(tmp_path: Path) 
     }
     weights = {f"model.{name}": tensor for name, tensor in given.items()}
     model, optimizer = tmp_path / "model", tmp_path / "optimizer"
-    sharded_state.write_whole(model, optimizer, weights | {"optimizer.a": torch.arange(9, dtype=torch.uint8)})
+    tensors = weights | {"optimizer.a": torch.arange(9, dtype=torch.uint8)}
+    assert sharded_state.write_whole(model, optimizer, tensors) == file_entries([model, optimizer])
     read = load_file(model)
     assert read.keys() == given.keys()
     assert_equal([read[name].double() for name in given], [tensor.double() for tensor in given.values()])

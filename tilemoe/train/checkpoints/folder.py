@@ -102,9 +102,7 @@ def publish(
     unhashed = (path for path in temporary.iterdir() if path.name not in hashed)
     entries = hashed | file_entries(unhashed)
     (temporary / MANIFEST_FILE).write_bytes(manifest_of(entries, tensors))
-    mode = (temporary / STATE_FILE).stat().st_mode
     for path in temporary.iterdir():
-        path.chmod(mode)  # safetensors ignores the umask: only the owner could read
         fsync(path)
     fsync(temporary)
     rename_synced(temporary, target)
@@ -209,11 +207,12 @@ class Checkpoint:
         return open_tensors(self.path, {name: entry["bytes"] for name, entry in self.files.items()}, placed)
 
     @contextlib.contextmanager
-    def compared(self, share: slice = slice(None)) -> Iterator[None]:
-        """While the block reads the tensors, threads compare their files, or a ``share`` of them, to the manifest. What
-        the block has read is good if this ends without an error. CheckpointError: a file has changed.
+    def compared(self, share: slice = slice(None), without: str = "") -> Iterator[None]:
+        """While the block reads the tensors, threads compare their files, or a ``share`` of them, to the manifest, but
+        none by the name ``without``. What the block has read of the others is good if this ends without an error.
+        CheckpointError: a file has changed.
         """
-        names = sorted(name for name in self.files if name.endswith(_OF_TENSORS))[share]
+        names = sorted(name for name in self.files if name.endswith(_OF_TENSORS) and name != without)[share]
         try:
             with compared(self.path, {name: self.files[name] for name in names}):
                 yield
@@ -251,7 +250,7 @@ class Checkpoint:
         is_plain = self.state.recipe.lora is None
         packed = packed_weights(model) if is_plain else {}
         absent = adapter_names(model) if is_plain else set()
-        with self.compared(), self._tensors() as held:
+        with self.compared(without=OPTIMIZER_FILE), self._tensors() as held:
             for weight, (module, names) in packed.items():
                 module.pack(weight.rpartition(".")[2], read_whole(held, weight))
                 absent |= {weight, *names}

@@ -42,8 +42,7 @@ class Saver:
 
     def write(self, folder: Path, tensors: dict[str, Any]) -> tuple[Entries, Any]:
         """Write ``tensors``; returns manifest entries of files that are already hashed, and a job's tensor places."""
-        write_whole(folder / MODEL_FILE, folder / OPTIMIZER_FILE, tensors)
-        return {}, None
+        return write_whole(folder / MODEL_FILE, folder / OPTIMIZER_FILE, tensors), None
 
     @property
     def is_first(self) -> bool:

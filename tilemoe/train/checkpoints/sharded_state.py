@@ -6,6 +6,7 @@ Their names in torch.distributed.checkpoint's files are ``model.<name>``, ``opti
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from tilemoe.models.sums import Entries
 from tilemoe.runtime.random import local_of, local_part
 from tilemoe.train.optim import (
     BLOCK,
@@ -149,19 +152,27 @@ def write_shared(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup
     return save(tensors, storage_writer=_Writer(folder), process_group=group)
 
 
-def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any]) -> None:
-    """Write a single process' tensors; of tied weights only the first by name, to which metadata maps the others."""
+def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any]) -> Entries:
+    """Write a single process' tensors; of tied weights only the first by name, to which metadata maps the others.
+
+    Returns the files' manifest entries.
+    """
     weights = _under(_MODEL, tensors)
     first: dict[Any, str] = {}
     kept = {name: first.setdefault(weights[name].data_ptr() or name, name) for name in sorted(weights)}
     tied = {name: other for name, other in kept.items() if name != other}
     stored = {name: weight for name, weight in weights.items() if name not in tied}
-    _write_safetensors(model_file, stored, tied)
-    _write_safetensors(optimizer_file, _under(_OPTIMIZER, tensors), {})
+    return {
+        model_file.name: _write_safetensors(model_file, stored, tied),
+        optimizer_file.name: _write_safetensors(optimizer_file, _under(_OPTIMIZER, tensors), {}),
+    }
 
 
-def _write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """One tensor after the other: safetensors' `save_file` first copies all those of a GPU into new host memory."""
+def _write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+    """Write one tensor after the other, and hash it meanwhile; returns the file's manifest entry.
+
+    safetensors' own `save_file` first copies all tensors of a GPU into new host memory.
+    """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each begins at a multiple of its items
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -171,10 +182,16 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[st
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(tensors[name].contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+    content: Iterator[Any] = (
+        tensors[name].contiguous().cpu().flatten().view(torch.uint8).numpy().data for name in names
+    )
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
+        for part in chain([len(text).to_bytes(8, "little") + text], content):
+            hashed = thread.submit(digest.update, part)
+            file.write(part)
+            hashed.result()
+    return {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}
 
 
 @contextmanager
