@@ -105,7 +105,8 @@ def usable_cache(cache_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"cache folder {cache_dir}: cannot be used ({error.strerror or error}); make room or choose another"
+            f"cache folder {cache_dir}: cannot be used ({error.strerror or error}); make room or correct its "
+            "permissions, or choose another (data.cache_dir, TILEMOE_CACHE)"
         ) from error
 
 
