@@ -129,6 +129,7 @@ WRONG: list[tuple[Settings | Callable[[Tensors], Any], str]] = [
     ({"alpha_pattern": {".*experts.*": 7}}, "lora_alpha / r is 2.33333 on experts and 2 on attention, and"),
     ({"alpha_pattern": {"(": 7}}, "alpha_pattern is .*, which is no table of patterns"),
     ({"alpha_pattern": {"(.*)*x": 7}}, "alpha_pattern is .*, which is no table of patterns"),
+    *(({"rank_pattern": {each: 7}}, "no table of patterns") for each in ("\\2", "a\\", "*a", "a**", "^*", "\\b*")),
     ({"rank_pattern": {".*.*.*x": 7}}, "rank_pattern is .*, which is no table of patterns"),
     ({"rank_pattern": dict.fromkeys(map(str, range(10**5)), 7)}, "which is no table of patterns"),
     ({"alpha_pattern": [7]}, r"alpha_pattern is \[7\], which is no table of patterns"),

@@ -51,7 +51,7 @@ _UNREAD = frozenset({
     "lora_dropout",
 })  # fmt: skip
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other initialisations change the base, too
-_PATTERN = re.compile(r"(?!(.*\*){3})[\w.*\\^]{1,200}")  # regular expressions of PEFT's that are quick to match
+_PATTERN = re.compile(r"(?!(.*\*){3})\^?(([\w.]|\\[.dw])\*?){1,200}")  # regular expressions that are quick to match
 _MOST_PATTERNS = 256
 _INSTALL = "pip install 'tilemoe[lora]'"
 
