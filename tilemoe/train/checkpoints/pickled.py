@@ -14,6 +14,7 @@ from tilemoe.checks import told
 from tilemoe.files import read_bytes
 
 _MOST_VALUES = 1 << 12  # on the stack at once; pickle pushes up to 1,000 pairs at a time
+_BYTES_OF_LIST = 4  # at least: PyTorch's files have 10 for each; one for each would take 80 times the file in memory
 _MOST_FIELDS = 16  # of an object, and dimensions of a tensor: bounds the work, since memoised values can repeat
 _PLAIN = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
 _TAKEN = {  # how many values an opcode takes off the stack; 0: all since the last mark
@@ -41,6 +42,7 @@ def _value(raw: bytes) -> Any:
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []
+    left = len(raw) // _BYTES_OF_LIST
     said: Any
     for code, said, at in pickletools.genops(raw):
         taken: list[Any] = []
@@ -51,6 +53,7 @@ def _value(raw: bytes) -> Any:
         if code.name in _PLAIN:
             stack.append(said)
         elif code.name.startswith(("EMPTY", "TUPLE")):
+            left -= 1
             stack.append(taken)
         elif code.name.startswith(("APPEND", "SETITEM")):
             stack[-1].extend(taken)
@@ -72,7 +75,7 @@ def _value(raw: bytes) -> Any:
             return stack[0]
         elif code.name not in ("PROTO", "FRAME"):
             raise ValueError(f"it has opcode {code.name} in an unexpected place")
-        if len(stack) + len(marks) > _MOST_VALUES:
+        if len(stack) + len(marks) > _MOST_VALUES or left < 0:
             raise ValueError("it is nested too deeply")
     raise ValueError("it does not end")
 
