@@ -119,17 +119,17 @@ def drop_old(newest: Path, keep_last: int) -> None:
     """Delete our checkpoints up to ``newest`` except the last ``keep_last``: of each, the files that its manifest
     lists.
 
-    Links and folders that are not ours stay. A checkpoint that also holds something else stays, with a warning.
+    Links and folders that are not ours stay. So does, with a warning, one that is read-only or holds something else.
     """
     there = (path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest))
     ours = [(path, files) for path in there if (files := own_files(path))]
     for path, files in ours[:-keep_last]:
-        if other := _first_other(path, files):
-            warnings.warn(
-                f"{path} is not deleted: tilemoe did not write {told(other)} in it; move that away", stacklevel=2
-            )
-        else:
+        other = _first_other(path, files)
+        if other is None and os.access(path, os.W_OK):
             delete_files(path, files)
+            continue
+        theirs = f"{path} is not deleted: tilemoe did not write {told(other or '')} in it; move that away"
+        warnings.warn(theirs if other else f"{path} is not deleted: it is read-only", stacklevel=2)
 
 
 def own_files(path: Path) -> list[str]:
