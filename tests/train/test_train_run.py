@@ -128,6 +128,25 @@ def test_going_on_from_a_copy_sets_the_newer_aside(dense_recipe: Recipe) -> None
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("first", [3, 4])
+def test_what_another_run_adds_stays(dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """It trains to step 5 while this one, which is to go on from step 3, prepares its data."""
+    of_steps = {n: replace(dense_recipe, train=replace(dense_recipe.train, steps=n, keep_last=9)) for n in range(3, 7)}
+    train(of_steps[first])
+    folder, real = Path(dense_recipe.train.out_dir), runs._prepare
+    opened = find_latest(folder) if first == 3 else open_checkpoint(folder / "step_00000003")
+
+    def prepare(*arguments: Any) -> Any:
+        monkeypatch.setattr(runs, "_prepare", real)
+        train(of_steps[5], find_latest(folder))
+        return real(*arguments)
+
+    monkeypatch.setattr(runs, "_prepare", prepare)
+    with nullcontext() if first == 3 else raises_one_line("another process has written step_00000005 in it since"):
+        train(of_steps[6], opened)
+    assert {path.name for path in folder.glob("*step*")} >= {"step_00000003", "step_00000005"}
+
+
 @pytest.mark.parametrize("name", ["draw", "continue_text"])
 def test_what_fails_after_training_costs_nothing_else(
     dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str

@@ -28,9 +28,9 @@ from tilemoe.models.hf_base import HFBase
 from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable
 from tilemoe.train.checkpoints.distributed import require_shared
-from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
+from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, open_checkpoint
 from tilemoe.train.checkpoints.initial import load_initial
-from tilemoe.train.checkpoints.leftovers import clean_stale
+from tilemoe.train.checkpoints.leftovers import aside_of, clean_stale
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model, select_device
 from tilemoe.train.config import Recipe, differences
@@ -183,7 +183,7 @@ def train(
                 if job.is_first:
                     stack.enter_context(_owned(run_dir))
                 require_shared(run_dir, job, recipe.train.timeout)
-                _enter(run_dir, trainer, checkpoint)
+                _enter(run_dir, trainer, checkpoint, reporter)
                 phases.end("folder" if checkpoint is None else "reading the checkpoint")
         except KeyboardInterrupt as interrupt:
             if not job.is_alone:
@@ -273,7 +273,11 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
     try:
         data = prepare_data(recipe.data, tokenizer, cache_dir)
     except (ValueError, OSError):
-        _require_there(checkpoint)
+        if checkpoint is not None and not checkpoint.path.exists():  # with its copy of the tokenizer
+            raise ValueError(
+                f"train.out_dir {checkpoint.path.parent}: another process has trained in it and deleted "
+                f"{checkpoint.path.name}; run the same command again when that process has ended"
+            ) from None
         raise
     tokens = f"{data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens"
     reporter.say(f"data: {tokens}, {data.files}")
@@ -309,15 +313,6 @@ def settings_of_process(
     }
 
 
-def _require_there(checkpoint: Checkpoint | None) -> None:
-    """ValueError: another process deleted ``checkpoint`` after it was verified and before this one owned the folder."""
-    if checkpoint is not None and not checkpoint.path.exists():
-        raise ValueError(
-            f"train.out_dir {checkpoint.path.parent}: another process has trained in it and deleted "
-            f"{checkpoint.path.name}; run the same command again when that process has ended"
-        )
-
-
 @contextlib.contextmanager
 def _owned(run_dir: Path) -> Iterator[None]:
     """Make and lock ``run_dir`` for this process; within the block an OSError becomes a ValueError with the fix."""
@@ -338,23 +333,40 @@ def _owned(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> None:
-    """Load ``checkpoint`` into the trainer, and clear the run's folder of what is newer than it."""
+def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None, reporter: Reporter) -> None:
+    """Load ``checkpoint``, or what came after it, into the trainer; clear the run's folder of what is newer."""
     if checkpoint is None and list_checkpoints(run_dir):
         raise ValueError(
             f"train.out_dir {run_dir} holds checkpoints, perhaps of a run that has just begun; run the command with "
             "--resume to go on in it, or choose another --train.out-dir"
         )
-    _require_there(checkpoint)
     require_own(trainer.recipe, 0 if checkpoint is None else checkpoint.state.step)
     if checkpoint is not None:
+        checkpoint = _newest(run_dir, trainer, checkpoint, reporter)
         trainer.load(checkpoint)
     if not trainer.job.is_first:
         return
     clean_stale(run_dir)
-    if checkpoint is not None:
-        set_aside(list_checkpoints(run_dir, after=trainer.step))
+    for path in list_checkpoints(run_dir, after=trainer.step):  # kept, but no longer the run's
+        path.rename(aside_of(path))
     truncate_metrics(run_dir / METRICS_FILE, trainer.step)
+
+
+def _newest(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint, reporter: Reporter) -> Checkpoint:
+    """``checkpoint`` or, if it was the newest, what another process has written since. ValueError: it was not."""
+    names = [path.name for path in list_checkpoints(run_dir, after=checkpoint.state.step)]
+    names = objects_of_processes(names, trainer.job)[0]  # other hosts may see an older list
+    if checkpoint.newer.issuperset(names):
+        return checkpoint
+    found = open_checkpoint(run_dir / names[-1])
+    if checkpoint.newer or found.state.data_fingerprint != checkpoint.state.data_fingerprint:
+        raise ValueError(
+            f"train.out_dir {run_dir}: another process has written {names[-1]} in it since {checkpoint.path.name} was "
+            "opened; run the same command again when that process has ended"
+        )
+    require_resumable(trainer.recipe, found, trainer.job.world_size)
+    reporter.say(f"note: going on from {found.path}, which another process has written meanwhile")
+    return found
 
 
 def _count(model: nn.Module) -> int:

@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,7 +47,7 @@ from tilemoe.models.sums import (
     require_files,
     require_sizes,
 )
-from tilemoe.train.checkpoints.leftovers import aside_of, delete_files, temporary_of
+from tilemoe.train.checkpoints.leftovers import delete_files, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
 from tilemoe.train.checkpoints.names import GONE, STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
 from tilemoe.train.checkpoints.pickled import read_pickled
@@ -147,15 +147,6 @@ def _first_other(path: Path, files: list[str]) -> str | None:
     return min(others, default=None)
 
 
-def set_aside(paths: Iterable[Path]) -> list[Path]:
-    """Rename the checkpoints that are newer than the step a run resumes from; returns the new paths."""
-    moved = []
-    for path in paths:
-        moved.append(aside_of(path))
-        os.rename(path, moved[-1])
-    return moved
-
-
 def state_json(state: TrainState) -> bytes:
     """Content of STATE_FILE, with this process' random-number states."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -181,6 +172,7 @@ class Checkpoint:
 
     files: the manifest's entry of each file that it lists; no other file of the folder is read.
     tensors: the places of a job's tensors in the manifest; None: an older manifest, which has none.
+    newer: names of later checkpoints beside it; a run that goes on from it sets these aside, and no others.
     """
 
     path: Path
@@ -189,6 +181,7 @@ class Checkpoint:
     rng_cuda: list[str]
     files: Entries
     tensors: Any
+    newer: frozenset[str] = frozenset()
 
     @property
     def is_sharded(self) -> bool:
@@ -338,7 +331,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path, f"{TOKENIZER_FILE} is not listed in {MANIFEST_FILE}")
     processes = data.get("processes", 0)  # releases up to 0.1.0 did not write it
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"], processes)
-    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], files, tensors)
+    newer = frozenset(other.name for other in list_checkpoints(path.parent, after=state.step))
+    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], files, tensors, newer)
 
 
 def _require_state(path: Path, data: Any) -> None:
@@ -390,7 +384,7 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 def find_latest(run_dir: Path) -> Checkpoint | None:
     """The run's newest checkpoint, opened by `open_checkpoint`; None: the run has none."""
     candidates = list_checkpoints(run_dir)
-    return open_checkpoint(candidates[-1]) if candidates else None
+    return replace(open_checkpoint(candidates[-1]), newer=frozenset()) if candidates else None
 
 
 def resolve_checkpoint(path: Path) -> Checkpoint:
