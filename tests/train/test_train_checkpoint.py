@@ -67,12 +67,15 @@ def save(tmp_path: Path, recipe: Recipe) -> Callable[..., Path]:
     return write
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_it_holds_what_was_there_when_it_was_begun(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    device: str, tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is trained until it is written; the second copy takes the memory of the first."""
-    model, saver, trained = Toy(), Saver(), Event()
-    optimizer, write = make_optimizer(model, OptimConfig(lr=0.1)), pending.write_whole
+    model, trained = Toy().to(device), Event()
+    model.linear.requires_grad_(False)
+    saver = Saver()
+    optimizer, write = make_optimizer(model, OptimConfig(lr=0.1)), sharded_state.write_whole
     monkeypatch.setattr(pending, "write_whole", lambda *given: write(*given) if trained.wait(60) else None)
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": saver}
     for step in (1, 2):
@@ -80,10 +83,10 @@ def test_it_holds_what_was_there_when_it_was_begun(
         begun = PendingCheckpoint(tmp_path, TrainState(recipe, step, 1, 1.5, "abc"), model, optimizer, **options)
         assert not begun.is_written
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
                 parameter.add_(1)
         trained.set()
-        found = Toy()
+        found = Toy().to(device)
         load_model(found, begun.finish() / "model.safetensors")  # as anybody reads it: of tied weights there is one
         assert all(torch.equal(tensor, before[name]) for name, tensor in found.state_dict().items())
         trained.clear()
@@ -128,7 +131,7 @@ def test_safetensors_reads_every_kind_of_tensor_that_is_written(tmp_path: Path) 
         assert ours.metadata() == theirs.metadata()
 
 
-def test_everything_comes_back_bit_for_bit(save: Callable[..., Path], recipe: Recipe) -> None:
+def test_everything_comes_back_bit_for_bit(save: Any, recipe: Recipe) -> None:
     torch.manual_seed(7)
     path = save(12)
     expected_next = torch.rand(3)

@@ -82,13 +82,12 @@ class HostMemory:
         """
         kept = {name: tensor for name, tensor in tensors.items() if name in frozen}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in kept}
-        if not self._is_taken and sum(local_of(tensor).nbytes for tensor in tensors.values()) > _free_bytes():
-            return None
-        copied: dict[str, Any] = self._copies.stage(tensors, non_blocking=self._on_gpu)
+        copied: dict[str, Any] | None = None
+        if self._is_taken or sum(local_of(tensor).nbytes for tensor in tensors.values()) <= _free_bytes():
+            copied, self._is_taken = self._copies.stage(tensors, non_blocking=self._on_gpu) | kept, True
         if self._on_gpu:
-            torch.cuda.synchronize()
-        self._is_taken = True
-        return copied | kept
+            torch.cuda.synchronize()  # what is not copied is read on another stream
+        return copied
 
 
 def _free_bytes() -> float:
@@ -182,9 +181,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[st
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    content: Iterator[Any] = (
-        tensors[name].contiguous().cpu().flatten().view(torch.uint8).numpy().data for name in names
-    )
+    content: Iterator[Any] = (tensors[name].cpu().flatten().view(torch.uint8).numpy().data for name in names)
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
         for part in chain([len(text).to_bytes(8, "little") + text], content):
