@@ -294,11 +294,11 @@ def _weight(module: nn.Module, name: str) -> Tensor:
 
 
 def _products(module: nn.Module, name: str) -> Any:
-    """The parametrisation by which PEFT adds one adapter's product to a weight, in a forward without `use`, if the
-    experts are frozen. Called with a `FrozenWeight` it keeps the factors apart. None: there is no such one.
+    """The parametrisation by which PEFT adds one adapter's product to a plain weight, in a forward without `use`, if
+    the experts are frozen. Called with a `FrozenWeight` it keeps the factors apart. None: there is no such one.
     """
     every: Any = module._modules.get("parametrizations", {})
-    if torch.compiler.is_compiling() or name not in every:
+    if torch.compiler.is_compiling() or name not in every or isinstance(every[name].original, FrozenWeight):
         return None
     found, is_frozen = every[name], not any(parameter.requires_grad for parameter in module.parameters())
     return found if is_frozen and len(found) == 1 and hasattr(found[0], "lhs") else None
