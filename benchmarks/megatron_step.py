@@ -139,7 +139,7 @@ def make(args: argparse.Namespace, name: str) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def draw(model: nn.Module, device: str) -> None:
-    """The same weights whatever module holds the experts: on a GPU Megatron draws one after the other."""
+    """The same weights whatever module holds the experts: on a GPU Megatron draws expert after expert."""
     generator, expert_rank = torch.Generator(device), parallel_state.get_expert_model_parallel_rank()
     for name, weight in model.named_parameters():
         if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc|w)([12])", name):

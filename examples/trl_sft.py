@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         model = AutoModelForCausalLM.from_pretrained(
             options.model, dtype=torch.bfloat16, experts_implementation="tilemoe"
         )
-    tilemoe_transformers.use(model)  # keeps adapters apart from the experts' weights; PEFT adds them in each forward
+    tilemoe_transformers.use(model)  # else PEFT adds the adapters to the experts' weights in each forward
     data = sums() if options.data is None else load_dataset("json", data_files=str(options.data), split="train")
     adapters = LoraConfig(
         r=options.rank,

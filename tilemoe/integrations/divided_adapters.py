@@ -68,14 +68,18 @@ def _lend(wrapper: Any, experts: nn.Module, first: int, active_adapters: list[st
         lent.pop()
 
 
+def are_frozen(experts: nn.Module) -> bool:
+    """Whether no weight or bias of the experts is trained."""
+    return not any(parameter.requires_grad for parameter in experts.parameters())
+
+
 def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
     """The weight (e, q, p), or (e, p, q) where transformers calls it transposed, plus its active adapters.
 
     If the experts are frozen, it keeps the adapters' factors, and the sum is never materialised.
     """
     lent = [(wrapper, *rest) for wrapper, *rest in vars(experts).get(_LENT, ()) if wrapper.parameter_name == name]
-    is_frozen = not any(parameter.requires_grad for parameter in experts.parameters(recurse=False))
-    if lent and is_frozen and not isinstance(weight, FrozenWeight):
+    if lent and are_frozen(experts) and not isinstance(weight, FrozenWeight):
         weight = FrozenWeight(weight, weight.dtype)
     for wrapper, first, adapters in lent:
         for adapter in adapters:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
-from tilemoe.integrations.divided_adapters import take_adapters, with_adapters
+from tilemoe.integrations.divided_adapters import are_frozen, take_adapters, with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
 from tilemoe.integrations.quantized_weight import UNCOMPILED, FrozenWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
@@ -300,8 +300,8 @@ def _products(module: nn.Module, name: str) -> Any:
     every: Any = module._modules.get("parametrizations", {})
     if torch.compiler.is_compiling() or name not in every or isinstance(every[name].original, FrozenWeight):
         return None
-    found, is_frozen = every[name], not any(parameter.requires_grad for parameter in module.parameters())
-    return found if is_frozen and len(found) == 1 and hasattr(found[0], "lhs") else None
+    found = every[name]
+    return found if len(found) == 1 and hasattr(found[0], "lhs") and are_frozen(module) else None
 
 
 def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:

@@ -80,8 +80,9 @@ class PendingCheckpoint:
             saver.in_first(lambda: make_temporary(self._target))
         tensors = training_tensors(model, optimizer)
         copied = saver.memory.copy(tensors, frozen_names(model))
-        # The thread's own: frozen weights are read from the GPU while it computes.
-        self._stream = torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else None
+        self._on_own_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if torch.cuda.is_initialized():  # the thread reads frozen weights from the GPU while that computes
+            self._on_own_stream = torch.cuda.stream(torch.cuda.Stream())
         self._thread = ThreadPoolExecutor(1, "tilemoe-save")
         self._done: list[Future[Any]] = [self._thread.submit(self._publish, tensors if copied is None else copied)]
         if copied is None:
@@ -113,7 +114,7 @@ class PendingCheckpoint:
         return self._target
 
     def _publish(self, tensors: dict[str, Any]) -> None:
-        with self._errors_in_one_line(), self._stream or contextlib.nullcontext():
+        with self._errors_in_one_line(), self._on_own_stream:
             hashed, places = self._saver.write(self._temporary, tensors)
             self._saver.in_first(lambda: publish(self._target, self._state, self._tokenizer, hashed, places))
         self._saver.in_first(lambda: drop_old(self._target, self._keep_last))

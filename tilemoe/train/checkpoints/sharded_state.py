@@ -78,7 +78,7 @@ class HostMemory:
     def copy(self, tensors: dict[str, Any], frozen: Container[str]) -> dict[str, Any] | None:
         """A copy of ``tensors``; those that share memory share it in the copy. None: the host has no room for it.
 
-        ``frozen``: names of tensors that nobody changes, of which the copy has the tensors themselves.
+        ``frozen``: names of tensors that training does not change. The result holds these tensors themselves.
         """
         kept = {name: tensor for name, tensor in tensors.items() if name in frozen}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in kept}
