@@ -137,6 +137,14 @@ def test_megatron() -> None:
         assert told == [f"{row['step_ms']['median']:.1f}", f"{row['peak_bytes'] / GB:.2f}", mean], (gpus, experts)
 
 
+def test_liger() -> None:
+    rows = newest("hf_step_liger", "case", "layers", implementation="tilemoe")
+    for model, *told in table("integrations.md", "| model (layers) | ours with Liger"):
+        name, layers = model.rstrip(")").split(" (")
+        row = rows[name, int(layers)]
+        assert told == [f"{row['ms']['median']:.1f}", f"{row['ratio']:.2f}", f"{row['memory_ratio']:.2f}"], model
+
+
 def test_log_probabilities() -> None:
     rows = newest("grpo", "model", "replay", mode="log_probs")
     names = (
