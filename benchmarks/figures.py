@@ -90,18 +90,12 @@ def overview(folder: Path) -> Path:
 
 def newest_bars() -> list[Bar]:
     """On `GPU`, of the newest sustained row of each layer and peer, by the layers' FLOPs, and of each model's step."""
-    layers: dict[tuple[str, str], Row] = {}
-    for row in record.rows("layer"):
-        if (row["mode"], row["gpu"]) == ("sustained", GPU) and row["contestant"] in PEER_STYLES:
-            layers[row["case"], row["contestant"]] = row
+    newest = record.newest("layer", "case", "contestant", mode="sustained", gpu=GPU)
+    layers = [row for row in newest.values() if row["contestant"] in PEER_STYLES]
     places = {name: place for place, name in enumerate(PEER_STYLES)}
-    ordered = sorted(layers.values(), key=lambda row: (flops(row), row["case"], places[row["contestant"]]))
+    ordered = sorted(layers, key=lambda row: (flops(row), row["case"], places[row["contestant"]]))
     bars = [Bar(0, row["case"], row["contestant"], *over_ours(row), row["commit"][:7]) for row in ordered]
-    steps = {
-        (row["case"], row["attention"]): row
-        for row in record.rows("hf_step")
-        if (row["implementation"], row["gpu"]) == ("tilemoe", GPU)
-    }
+    steps = record.newest("hf_step", "case", "attention", implementation="tilemoe", gpu=GPU)
     for (case, attention), row in steps.items():
         group = f"{case}\n({attention})" if sum(other == case for other, _ in steps) > 1 else case
         bars.append(Bar(1, group, "grouped_mm", row["ratio"], 1 / row["memory_ratio"], row["commit"][:7]))
@@ -123,8 +117,7 @@ def over_ours(row: Row) -> tuple[float, float]:
 
 def token_rounding(folder: Path) -> Path:
     """Speed-up of `MODE` over top-K, and the rows that top-K pads, over the cases."""
-    latest = record.latest("token_rounding", "sustained", None, "case", "kernels", "contestant")
-    rows = {(case, contestant): row for (case, kernels, contestant), row in latest.items() if kernels == "chosen"}
+    rows = record.newest("token_rounding", "case", "contestant", mode="sustained", kernels="chosen")
     cases = list(dict.fromkeys(case for case, _ in rows))
     some = next(iter(rows.values()))
     figure = Figure(figsize=(WIDTH, 7), layout="constrained")

@@ -45,21 +45,23 @@ def solve(points: Iterable[Point]) -> tuple[float, float]:
 
 def fit() -> dict[str, Rate]:
     """Kind to rate, from the newest sustained rows."""
-    times = {
-        key: row["ms"]["median"] for key, row in record.latest("kernels", "sustained", None, "case", "kernel").items()
-    }
+    times = recorded_ms("kernels", "kernel")
     found = {
         kind: _rate("bf16", ((step, cases.MAIN[name], times[name, step]) for name in FITTED for step in steps))
         for kind, steps in KINDS.items()
     }
-    fp8 = {
-        key: row["ms"]["median"] for key, row in record.latest("fp8_rates", "sustained", None, "case", "step").items()
-    }
+    fp8 = recorded_ms("fp8_rates", "step")
     for kind in ("gather_act", "rows", "dgrad_dact"):
         of_kind = ((step, cases.MAIN[name], fp8[name, f"{step} fp8"]) for name in FITTED_IN_FP8 for step in KINDS[kind])
         found[f"fp8 {kind}"] = _rate("fp8", of_kind)
     wgrads = ((step, *timed) for (name, step), timed in fp8_wgrads().items() if name in FITTED_WGRADS)
     return found | {"fp8 wgrad": _rate("fp8", wgrads)}
+
+
+def recorded_ms(name: str, step: str) -> dict[tuple[str, str], float]:
+    """(case, value of ``step``) to the newest sustained milliseconds in results/<name>.jsonl."""
+    rows = record.newest(name, "case", step, mode="sustained")
+    return {key: row["ms"]["median"] for key, row in rows.items()}
 
 
 def fp8_wgrads() -> dict[tuple[str, str], tuple[MoEShape, float]]:
@@ -114,11 +116,7 @@ def fit_scattermoe() -> tuple[Rate, float, float]:
 
 def scattermoe_rows() -> dict[str, dict[str, Any]]:
     """Case to its sustained row."""
-    return {
-        row["case"]: row
-        for row in record.rows("layer")
-        if (row["contestant"], row["mode"], row["commit"]) == ("scattermoe", "sustained", SCATTERMOE_COMMIT)
-    }
+    return record.newest("layer", "case", contestant="scattermoe", mode="sustained", commit=SCATTERMOE_COMMIT)
 
 
 def router_ms(shape: MoEShape, part: str) -> float:

@@ -139,10 +139,9 @@ def judged_before(seed: int) -> Iterator[str]:
     commit = record.commit()
     if commit == "unknown" or commit.endswith("+dirty"):
         return
-    for row in record.rows("fuzz"):
-        if (row["seed"], row["commit"]) == (seed, commit):
-            for test, parts in row.get("parts", {}).items():
-                yield from (f"{test}[{arguments}]" if arguments else test for arguments in parts)
+    for row in record.rows("fuzz", seed=seed, commit=commit):
+        for test, parts in row.get("parts", {}).items():
+            yield from (f"{test}[{arguments}]" if arguments else test for arguments in parts)
 
 
 def files_with_gpu_tests() -> list[Path]:

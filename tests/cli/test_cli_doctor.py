@@ -133,7 +133,7 @@ def test_a_b200_with_too_old_a_triton_or_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_recorded_speeds_are_the_newest_of_the_results() -> None:
     for gpu, told in doctor_checks.recorded_speeds().items():
-        row = record.latest("layer", told["mode"], gpu, "case", "contestant")[told["case"], "tilemoe"]
+        row = record.newest("layer", "case", mode=told["mode"], gpu=gpu, contestant="tilemoe")[told["case"]]
         assert (told["forward_ms"], told["backward_ms"]) == (row["forward_ms"]["median"], row["backward_ms"]["median"])
         assert told["commit"] == row["commit"]
 

@@ -320,7 +320,7 @@ def test_the_page_shows_what_the_command_prints(run: Run) -> None:
 
 def test_the_peaks_in_fp8_are_what_was_recorded(run: Run) -> None:
     """Over bf16's of the same rounds, as the row's own ratios say: of each case the newest, forward and backward."""
-    newest = {row["case"]: row for row in record.rows("fp8_layer") if row["contestant"] == "tilemoe[hopper_fp8]"}
+    newest = record.newest("fp8_layer", "case", contestant="tilemoe[hopper_fp8]")
     ratios = [
         row[f"{part}_peak_bytes"] / row["baseline"][f"{part}_peak_bytes"]
         for row in newest.values()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tilemoe.bench import record
+from tilemoe.bench.record import newest
+
 ROOT = Path(__file__).parents[2]
 PARTS = ("forward", "backward")
 GIB, GB = 2**30, 10**9
-Rows = dict[Any, dict[str, Any]]
-
-
-def rows_of(name: str, **wanted: Any) -> list[dict[str, Any]]:
-    """Those of results/<name>.jsonl that are ``wanted``."""
-    rows = map(json.loads, (ROOT / "results" / f"{name}.jsonl").read_text().splitlines())
-    return [row for row in rows if wanted.items() <= row.items()]
-
-
-def newest(name: str, *keys: str, **wanted: Any) -> Rows:
-    """The last of `rows_of` with each value of ``keys``."""
-    return {tuple(row.get(key) for key in keys): row for row in rows_of(name, **wanted)}
 
 
 def table(page: str, first: str) -> list[list[str]]:
@@ -40,7 +30,7 @@ def table(page: str, first: str) -> list[list[str]]:
 
 def test_token_rounding() -> None:
     pairs, topk = {}, {}
-    for row in rows_of("token_rounding", mode="sustained"):
+    for row in record.rows("token_rounding", mode="sustained"):
         topk = row if row["contestant"] == "top-K" else topk  # a job times it first
         if row["contestant"] == "nearest":
             pairs[row["case"], row["kernels"]] = topk, row
@@ -77,9 +67,9 @@ def test_fp8_other_contestants_and_gpt_oss() -> None:
     for contestant, *told in table("results.md", "| contestant |"):
         rows = newest("layer", "case", mode="sustained", contestant=names[contestant])
         for case, cell in zip(("7B-n256", "7B-n1024", "1.4B-n256", "OLMoE"), told, strict=True):
-            assert not cell or cell == " / ".join(f"{rows[case,][f'{part}_ratio']:.2f}" for part in PARTS), case
+            assert not cell or cell == " / ".join(f"{rows[case][f'{part}_ratio']:.2f}" for part in PARTS), case
     steps = newest("hf_step", "attention", implementation="tilemoe", gpu="NVIDIA H200", case="gpt-oss-20b")
-    both = [steps[attention,] for attention in ("eager", "flex_attention")]
+    both = [steps[attention] for attention in ("eager", "flex_attention")]
     times = " / ".join(f"{1e3 * row['batch'] * row['sequence'] / row['tokens_per_s']:.1f}" for row in both)
     ratios = [" / ".join(f"{row[name]:.2f}" for row in both) for name in ("ratio", "memory_ratio")]
     assert table("results.md", "| model (layers) |")[0][1:] == [times, *ratios]

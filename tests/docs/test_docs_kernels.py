@@ -6,12 +6,12 @@ And the worked example's numbers are those that its script prints.
 from __future__ import annotations
 
 import ast
-import json
 import runpy
 
 import pytest
 from test_docs_names import NAME, ROOT, prose
 
+from tilemoe.bench import record
 from tilemoe.kernels.experts.table import ROWS
 from tilemoe.kernels.experts.triton import configs
 from tilemoe.perf.costs import kernel_costs
@@ -59,9 +59,7 @@ def test_costs_and_rooflines_are_those_of_code_and_results(kernel: str) -> None:
     cost, told = COSTS[kernel], cells(kernel)[0]
     moved = f"{cost.read / 1e9:.2f} + {cost.written / 1e9:.2f}"
     assert told[3] == (f"{cost.flops / 1e12:.2f}, {moved}" if cost.flops else moved)
-    rows = map(json.loads, (ROOT / "results" / "kernels.jsonl").read_text().splitlines())
-    wanted = {"kernel": kernel, "case": "OLMoE", "mode": "sustained", "kernels": "hopper"}
-    newest = max((row for row in rows if wanted.items() <= row.items()), key=lambda row: row["time"])
+    newest = record.newest("kernels", "kernel", case="OLMoE", mode="sustained", kernels="hopper")[kernel]
     assert told[4] == f"{newest['ms']['median']:.3f} ms ({newest['commit'][:7]})"
     assert told[5] == f"{100 * newest['of_roofline']:.0f}%"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tilemoe.bench.record import newest
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "results.md"))
@@ -18,20 +19,14 @@ PARTS = ("forward", "backward")
 SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
-def newest(name: str, **wanted: str) -> dict[str, dict[str, Any]]:
-    """Case to its newest row of results/<name>.jsonl with these values."""
-    rows = map(json.loads, (ROOT / "results" / f"{name}.jsonl").read_text().splitlines())
-    return {row["case"]: row for row in rows if wanted.items() <= row.items()}
-
-
-LAYERS = newest("layer", mode="sustained", contestant="sonic-moe")
+LAYERS = newest("layer", "case", mode="sustained", contestant="sonic-moe")
 H100 = "NVIDIA H100 80GB HBM3"
-STEPS = newest("hf_step", implementation="tilemoe", gpu="NVIDIA H200")
+STEPS = newest("hf_step", "case", implementation="tilemoe", gpu="NVIDIA H200")
 
 
 @pytest.mark.parametrize(
     ("page", "rows"),
-    [(README, newest("layer", mode="alone", contestant="sonic-moe", gpu=H100)), (RESULTS, LAYERS)],
+    [(README, newest("layer", "case", mode="alone", contestant="sonic-moe", gpu=H100)), (RESULTS, LAYERS)],
     ids=["README", "results"],
 )
 def test_the_layer_s_table_is_the_newest_recorded(page: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -45,7 +40,7 @@ def test_the_layer_s_table_is_the_newest_recorded(page: str, rows: dict[str, dic
 
 
 def test_the_readme_s_last_column_is_the_newest_of_an_h200() -> None:
-    rows = newest("layer", mode="alone", contestant="sonic-moe", gpu="NVIDIA H200")
+    rows = newest("layer", "case", mode="alone", contestant="sonic-moe", gpu="NVIDIA H200")
     told = {case: cell for case, cell in ON_H200.findall(README) if cell != "–"}
     assert told == {case: " / ".join(f"{row[f'{part}_ratio']:.2f}" for part in PARTS) for case, row in rows.items()}
     assert {row["commit"][:7] in README for row in rows.values()} == {True}

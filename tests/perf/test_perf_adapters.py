@@ -117,8 +117,8 @@ def test_a_30b_fits_80_gb_in_bf16_and_smaller_cards_in_4_bit() -> None:
 def test_peaks_are_those_recorded() -> None:
     """SFTTrainer's: adapters of rank 16 on attention. If that is in NF4, TRL makes all adapters bf16."""
     storages, seen = ("nf4_double", "mxfp4"), 0
-    for row in record.rows("finetune"):
-        if row["mode"] != "sft" or row["experts"] not in storages:
+    for row in record.rows("finetune", mode="sft"):
+        if row["experts"] not in storages:
             continue
         if row["loading"]["reserved_bytes"] > 0.99 * row["reserved_bytes"]:  # the peak was loading's
             continue
@@ -139,7 +139,7 @@ def test_peaks_are_those_recorded() -> None:
 
 def test_peaks_of_the_trainer_are_those_recorded() -> None:
     """`tilemoe train`'s, as nvidia-smi has them: CUDA's context takes 0.8 GB more."""
-    rows = [row for row in record.rows("finetune") if row["mode"] == "train" and "card_bytes" in row]
+    rows = [row for row in record.rows("finetune", mode="train") if "card_bytes" in row]
     for row in rows:
         sizes, experts = SIZES_PRESETS[row["case"].lower()], row["experts"].replace("bf16", "dense")
         assert sizes.num_layers == row["layers"]

@@ -21,7 +21,7 @@ H200 = GPUS["H200"]
 WITHIN = 0.2
 PARTS = ("forward", "backward")
 # Sustained rows of the designs, each case on one machine or several.
-ROWS = [row for row in record.rows("layer") if row["contestant"] in DESIGNS and row["mode"] == "sustained"]
+ROWS = [row for row in record.rows("layer", mode="sustained") if row["contestant"] in DESIGNS]
 IDS = [f"{row['contestant']} {row['case']} {row['commit'][:7]}" for row in ROWS]
 GATED, UNGATED = MoEShape(300, 64, 48, 6, 3), MoEShape(300, 64, 48, 6, 3, is_gated=False)
 

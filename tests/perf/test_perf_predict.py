@@ -26,25 +26,17 @@ WITHIN = 0.2
 STEPS = (LAYER_FORWARD, LAYER_BACKWARD)
 
 
-def newest(name: str, **wanted: Any) -> dict[str, record.Row]:
-    """The last row of results/<name>.jsonl for each case among those that have ``wanted``."""
-    return {row["case"]: row for row in record.rows(name) if wanted.items() <= row.items()}
-
-
 def shape_of(row: dict[str, Any]) -> MoEShape:
     sizes = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
     return MoEShape(*(row[size] for size in sizes))
 
 
-LAYER = newest("layer", mode="sustained", contestant="tilemoe", gpu="NVIDIA H200")
+LAYER = record.newest("layer", "case", mode="sustained", contestant="tilemoe", gpu="NVIDIA H200")
 # In either mode: "alone", where a slow host, which is not predicted, would bound the small cases.
-FP8 = newest("fp8_layer", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200")
+FP8 = record.newest("fp8_layer", "case", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200")
+TOP_K = record.newest("token_rounding", "case", mode="sustained", contestant="top-K", kernel_set="hopper")
 # Sizes of other tokens, widths and expert counts, none of which is fitted.
-OTHERS = {
-    name: row
-    for name, row in newest("token_rounding", mode="sustained", contestant="top-K", kernel_set="hopper").items()
-    if shape_of(row) not in cases.MAIN.values()
-}
+OTHERS = {name: row for name, row in TOP_K.items() if shape_of(row) not in cases.MAIN.values()}
 
 
 def test_the_rates_are_those_that_the_fit_gives() -> None:

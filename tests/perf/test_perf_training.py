@@ -23,16 +23,12 @@ from tilemoe.train.config import load_recipe
 H200 = GPUS["H200"]
 
 
-def recorded(name: str, **wanted: Any) -> list[record.Row]:
-    return [row for row in record.rows(name) if all(row.get(key) == value for key, value in wanted.items())]
-
-
 def setup_of(recipe: str, gpus: int, expert_parallel: int = 1) -> Setup:
     settings = load_recipe(recipe)
     return Setup(settings.model, H200, gpus, expert_parallel, settings.data.seq_len)
 
 
-RUNS = recorded("train_throughput", contestant="tilemoe")
+RUNS = record.rows("train_throughput", contestant="tilemoe")
 
 
 @pytest.mark.parametrize("row", RUNS, ids=[f"{row['recipe']}-{row['processes']}-{row['time']}" for row in RUNS])
@@ -54,7 +50,7 @@ def layer_of(name: str) -> MoEConfig:
 @pytest.mark.parametrize(("name", "ranks"), [("7B-n256", 2), ("7B-n256", 4), ("Qwen3-Next", 2), ("Qwen3-Next", 4)])
 def test_exchanged_bytes_are_those_recorded(name: str, ranks: int) -> None:
     tokens = cases.MAIN[name].num_tokens
-    rows = [row for row in recorded("expert_parallel", case=name, ranks=ranks) if "bytes" in row]
+    rows = [row for row in record.rows("expert_parallel", case=name, ranks=ranks) if "bytes" in row]
     (*_, row) = [row for row in rows if row.get("tokens", tokens) == tokens]  # older rows are of the case's own
     assert exchange_bytes(layer_of(name), tokens, ranks) == pytest.approx(row["bytes"], rel=2e-3)
 
@@ -85,6 +81,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 def test_what_a_layer_keeps_is_what_was_recorded(name: str) -> None:
     """The operator's bytes and the router's, beside the allocator's on the GPU."""
     shape = cases.MAIN[name]
-    (*_, row) = recorded("layer", case=name, contestant="tilemoe", mode="sustained")
+    (*_, row) = record.rows("layer", case=name, contestant="tilemoe", mode="sustained")
     found = saved_bytes(shape) + router_saved_bytes(layer_of(name), shape.num_tokens)
     assert found == pytest.approx(row["saved_bytes"], rel=0.01)

@@ -37,23 +37,17 @@ def append(name: str, rows: list[Row]) -> Path:
     return path
 
 
-def rows(name: str) -> list[Row]:
-    """The rows of results/<name>.jsonl, the oldest first; none if there is no such file."""
+def rows(name: str, **wanted: Any) -> list[Row]:
+    """The rows of results/<name>.jsonl with the values ``wanted``, the oldest first; none if there is no such file."""
     path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if wanted.items() <= row.items()]
 
 
-def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], Row]:
-    """{values of ``key``: the last such row of results/<name>.jsonl}, for one mode and one GPU (None: any).
-
-    ValueError: there is no such file or no such row.
-    """
-    if not (found := rows(name)):
-        raise ValueError(f"results/{name}.jsonl is missing; run that benchmark first")
-    kept = [row for row in found if row["mode"] == mode and gpu in (None, row["gpu"])]
-    if not kept:
-        raise ValueError(f"results/{name}.jsonl has no row of mode {mode!r}" + (f" on {gpu}" if gpu else ""))
-    return {tuple(row[field] for field in key): row for row in kept}
+def newest(name: str, *keys: str, **wanted: Any) -> dict[Any, Row]:
+    """{values of ``keys``, a tuple if there are several: the last such row of `rows`}."""
+    found = [(tuple(map(row.get, keys)), row) for row in rows(name, **wanted)]
+    return {values if len(keys) > 1 else values[0]: row for values, row in found}
 
 
 def provenance() -> Row:

@@ -50,12 +50,10 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
     return [markdown, page, *(section.figure for section in sections if section.figure is not None)]
 
 
-def newest_rows(name: str, mode: str, gpu: str | None, *key: str) -> list[summary.Row]:
-    """The newest row for each value of ``key``, in the cases' order; none if nothing is recorded."""
-    try:
-        return summary.in_order(record.latest(name, mode, gpu, *key).values())
-    except ValueError:
-        return []
+def newest_rows(name: str, mode: str, gpu: str | None, *keys: str) -> list[summary.Row]:
+    """The newest row for each value of ``keys``, in the cases' order; none if nothing is recorded."""
+    wanted = {"mode": mode} if gpu is None else {"mode": mode, "gpu": gpu}
+    return summary.in_order(record.newest(name, *keys, **wanted).values())
 
 
 def _layer(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:
