@@ -33,8 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilemoe.bench import record, timing
 from tilemoe.bench.check import Difference
-from tilemoe.bench.record import Row
-from tilemoe.bench.run import each_case, selected
+from tilemoe.bench.record import Row, each_case, selected
 from tilemoe.integrations import transformers as integration
 
 NAME, NAME_WITH_LIGER, MODE = "hf_step", "hf_step_liger", "step"

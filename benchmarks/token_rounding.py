@@ -31,8 +31,7 @@ from torch import Tensor
 
 import tilemoe
 from tilemoe.bench import check, peers, timing
-from tilemoe.bench.record import Row
-from tilemoe.bench.run import each_case, selected
+from tilemoe.bench.record import Row, each_case, selected
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape

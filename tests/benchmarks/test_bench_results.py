@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tilemoe.bench import cases, kernels, layer, record, summary, timing
+from tilemoe.bench import cases, kernels, layer, record, report, timing
 from tilemoe.cli.main import main
 from tilemoe.perf.costs import kernel_costs
 from tilemoe.perf.hardware import Ceilings
@@ -58,7 +58,7 @@ def test_layer_rows_compare_to_the_first() -> None:
 def test_layer_table_has_means_and_worst_cases() -> None:
     peer = {"mode": "burst", **layer_rows()[1]}
     other = {**peer, "forward_ratio": 1.0, "backward_ratio": 0.9, "saved_ratio": 0.9}
-    lines = summary.layer_table([{**peer, "case": "one"}, {**other, "case": "two"}], "peer").splitlines()
+    lines = report.layer_table([{**peer, "case": "one"}, {**other, "case": "two"}], "peer").splitlines()
     assert len(lines) == 6
     assert "| one | 1.000 / 2.000 | 1.500 / 2.200 | 1.50 | 1.10 | 0.50 | 0.75 | 0.80 |" in lines
     assert lines[-2].split(" | ")[3] == "1.225"  # sqrt(1.5)
@@ -82,9 +82,9 @@ def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
     described = [kernels.describe(row) for row in rows.values()]
     assert "50.0% of its roofline" in described[-1]
     assert "50.0% of a copy of as many bytes" in described[-1]
-    table = summary.share_table([{"case": "c", **row} for row in rows.values()], ("route", "route_grad"))
+    table = report.share_table([{"case": "c", **row} for row in rows.values()], ("route", "route_grad"))
     assert table.splitlines()[-1] == "| c | 3.0% |"
-    assert "2.000" not in summary.kernel_table([{"case": "c", **row} for row in rows.values()]).splitlines()[0]
+    assert "2.000" not in report.kernel_table([{"case": "c", **row} for row in rows.values()]).splitlines()[0]
 
 
 def test_commit_is_what_the_environment_says_and_else_git_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from helpers import run_python
 from tilemoe.bench import record
 from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
 from tilemoe.models.presets import MOE_PRESETS
-from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
+from tilemoe.perf.costs import kernel_costs, layer_roofline_ms, padding_waste
 from tilemoe.perf.designs import DESIGNS
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, find_gpu
-from tilemoe.perf.padding import padding_waste
 from tilemoe.perf.predict import layer_ms
 from tilemoe.runtime.device import TRITON_FOR_10
 from tilemoe.shape import MoEShape

@@ -8,8 +8,8 @@ import fit_planner
 import pytest
 
 from tilemoe.bench import cases, record
+from tilemoe.perf.costs import padded_rows, padding_waste
 from tilemoe.perf.hardware import GPUS, Gpu
-from tilemoe.perf.padding import padded_rows, padding_waste
 from tilemoe.perf.predict import (
     LAYER_BACKWARD,
     LAYER_FORWARD,

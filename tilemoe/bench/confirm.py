@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from tilemoe.bench import layer, record, run, timing
+from tilemoe.bench import layer, record, timing
 from tilemoe.kernels.experts.selftest import verdict
 from tilemoe.runtime.device import nvidia_smi
 from tilemoe.shape import MoEShape
@@ -39,7 +39,7 @@ def confirm(settings: timing.Settings, shapes: Mapping[str, MoEShape], seconds: 
     if found.why is None and is_gpu:
         run_tests(backend)
     peers = [peer for peer in settings.peers if found.why is None or peer != f"tilemoe[{backend}]"]
-    run.each_case(FILE, shapes, partial(layer.layer, replace(settings, peers=peers)), layer.describe, seconds)
+    record.each_case(FILE, shapes, partial(layer.layer, replace(settings, peers=peers)), layer.describe, seconds)
 
 
 def run_tests(backend: str) -> None:

@@ -13,9 +13,10 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the root of a checkout
 RESULTS = Path(os.environ.get("TILEMOE_RESULTS", (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"))
 COMMIT_VARIABLE = "TILEMOE_COMMIT"
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 def append(name: str, rows: list[Row]) -> Path:
@@ -102,6 +104,38 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def selected(what: str, names: str, known: Mapping[str, T]) -> dict[str, T]:
+    """The entries of ``known`` that ``names`` lists: "all", or names with commas. SystemExit: a name is unknown."""
+    chosen = list(known) if names == "all" else names.split(",")
+    for name in chosen:
+        if name not in known:
+            raise SystemExit(f"no {what} called {name!r}; known are all, {', '.join(known)}")
+    return {name: known[name] for name in chosen}
+
+
+def each_case(
+    file: str,
+    cases: Mapping[str, T],
+    measure: Callable[[str, T], Iterator[list[Row]]],
+    describe: Callable[[Row], str],
+    seconds: float = float("inf"),
+) -> None:
+    """Measure, print and append each case to results/<file>.jsonl; start no case after ``seconds``."""
+    start = time.perf_counter()
+    for name, case in cases.items():
+        begun = time.perf_counter() - start
+        print(f"{name}: {case}", flush=True)
+        if begun > seconds:
+            print(f"{name} and the cases after it are left out: {begun:.0f} s have passed")
+            break
+        for rows in measure(name, case):
+            print("\n".join(map(describe, rows)), flush=True)
+            append(file, rows)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(f"{name}: {time.perf_counter() - start - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> None:
     import torch
 
     from tilemoe.bench import confirm, kernels, layer, step
-    from tilemoe.bench.run import each_case
+    from tilemoe.bench.record import each_case
     from tilemoe.bench.timing import Settings
 
     torch.manual_seed(0)

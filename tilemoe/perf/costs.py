@@ -1,6 +1,8 @@
-"""FLOPs and bytes of the eight kernels (docs/kernels.md), and their rooflines: the least time they can take.
+"""FLOPs and bytes of the eight kernels (docs/kernels.md), their rooflines: the least time they can take, and the rows
+that GEMM tiles pad under random routing: the exact expectation, without sampling.
 
-T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows · w = 2n gated, n not
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows · w = 2n gated, n not ·
+X rows of an expert
 
 Bytes count every operand once: a token's row of x that K experts read comes from memory once and K-1 times from cache.
 A multiplication and an addition are two FLOPs. The few FLOPs of activations and of sums are not counted.
@@ -8,7 +10,9 @@ A multiplication and an addition are two FLOPs. The few FLOPs of activations and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilemoe.config import quantizes_wgrad
 from tilemoe.perf.hardware import Ceilings
@@ -19,6 +23,7 @@ BACKWARD = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj
 IN_FP8 = ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad")  # in an FP8 layer of any width
 _INDEX_BYTES = 4  # per entry of the plan
 _SCORE_BYTES = 4
+_SPREAD = 12  # standard deviations from the mean; terms beyond are below 1e-30
 BALANCED = 0.1  # share of the ridge: ceilings vary by more between machines and clocks
 
 
@@ -114,3 +119,38 @@ def layer_roofline_ms(shape: MoEShape, ceilings: Ceilings) -> tuple[float, float
     forward = sum(costs[name].roofline_ms(ceilings) for name in FORWARD) + router[0].roofline_ms(ceilings)
     backward = sum(costs[name].roofline_ms(ceilings) for name in BACKWARD) + router[1].roofline_ms(ceilings)
     return forward, backward
+
+
+@lru_cache(maxsize=1024)
+def expected_units(trials: int, probability: float, unit: int) -> float:
+    """``E[ceil(X / unit)]`` for binomial X with ``trials`` and ``probability``."""
+    if probability >= 1:
+        return math.ceil(trials / unit)
+    mean = trials * probability
+    reach = _SPREAD * math.sqrt(mean * (1 - probability)) + _SPREAD
+    first, last = max(0, math.floor(mean - reach)), min(trials, math.ceil(mean + reach))
+    log_choices = math.lgamma(trials + 1)
+    log_odds = math.log(probability), math.log1p(-probability)
+    total = 0.0
+    for rows in range(max(1, first), last + 1):
+        log_ways = log_choices - math.lgamma(rows + 1) - math.lgamma(trials - rows + 1)
+        chance = math.exp(log_ways + rows * log_odds[0] + (trials - rows) * log_odds[1])
+        total += chance * -(-rows // unit)
+    return total
+
+
+def padded_rows(shape: MoEShape, unit: int) -> float:
+    """Rows of all experts, each expert's rounded up to ``unit``, if tokens choose K of E experts at random.
+
+    Each token chooses K different experts, all sets equally likely, so an expert's rows are binomial (T, K / E):
+    ``E unit E[ceil(X / unit)]``. If ``shape.rows`` is given, R / T replaces K.
+    """
+    if shape.num_rows == 0:
+        return 0.0
+    probability = shape.num_rows / (shape.num_tokens * shape.num_experts)
+    return shape.num_experts * unit * expected_units(shape.num_tokens, probability, unit)
+
+
+def padding_waste(shape: MoEShape, unit: int) -> float:
+    """Rows computed beyond R, divided by R; 0 if R is 0."""
+    return padded_rows(shape, unit) / shape.num_rows - 1 if shape.num_rows else 0.0

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tilemoe.perf.costs import Cost
+from tilemoe.perf.costs import Cost, padded_rows
 from tilemoe.perf.hardware import Gpu
-from tilemoe.perf.padding import padded_rows
 from tilemoe.perf.predict import LAUNCH_MS, RATES, Rate, rate_on
 from tilemoe.shape import MoEShape
 

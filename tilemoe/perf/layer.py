@@ -10,10 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
-from tilemoe.perf.costs import Cost
+from tilemoe.perf.costs import Cost, padding_waste
 from tilemoe.perf.designs import DESIGNS, Design
 from tilemoe.perf.hardware import Gpu
-from tilemoe.perf.padding import padding_waste
 from tilemoe.perf.predict import (
     LAYER_BACKWARD,
     LAYER_FORWARD,

@@ -5,8 +5,8 @@ GEMMs run at the board's power limit, where time is proportional to energy: so m
 
     t = launch + max(F / f + B / b, roofline)
 
-F  FLOPs, including the rows that tiles pad (`padding`) and the SMs that the last wave leaves idle
-B  bytes, each operand once (`costs`)
+F  FLOPs, including the rows that tiles pad (`padded_rows`) and the SMs that the last wave leaves idle
+B  bytes, each operand once (`kernel_costs`)
 f, b  TFLOP/s and TB/s of a kind of kernel: loads that overlap with products cost less than their own time, so b may
       exceed the memory's bandwidth
 
@@ -26,9 +26,8 @@ from types import MappingProxyType
 from tilemoe.kernels.experts.hopper import configs as hopper
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.triton.configs import KERNELS, WEIGHT_GRADS, Kernel, choose_tile
-from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, is_in_fp8, kernel_costs, router_costs
+from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, is_in_fp8, kernel_costs, padded_rows, router_costs
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu
-from tilemoe.perf.padding import padded_rows
 from tilemoe.shape import MoEShape
 
 # Steps of the layer with its router, in the order they run.
