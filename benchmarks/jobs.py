@@ -1,12 +1,14 @@
-"""Jobs of `tilemoe train` from the command to its exit, and one that is disturbed; results/cold.jsonl and soak.jsonl.
+"""Jobs of `tilemoe train`: their phases, a disturbed one, two recipes; results/cold.jsonl, soak.jsonl and tiny.jsonl.
 
     python benchmarks/jobs.py startup --processes 1,4 -- --recipe 1b --train.steps 12 --train.save-every 4
     python benchmarks/jobs.py soak --processes 4 -- --recipe cpu-4 --train.steps 600 --train.save-every 50
+    python benchmarks/jobs.py tiny --seeds 0,1,2
 
 startup: a run with empty caches of compiled kernels, one with warm ones, and one that goes on with it for as many
 steps; a row has the seconds to the end of the first step, those after the last one, and every phase of rank 0.
 soak: a run of all steps, and one of which a rank is killed at a third (torchrun starts it again) and which goes on
 with half the processes from two thirds on; a row has the losses of both.
+tiny: the recipe against its dense twin: equal FLOPs per token, as many tokens; each with its own settings.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.metrics import read_metrics
 
 BEFORE = ("torchrun", "imports", "checks", "data", "processes", "weights", "folder", "reading the checkpoint")
+KEPT = ("heldout_nats_per_byte", "heldout_tokens", "training_tokens", "parameters", "flops_per_token")
 Row = dict[str, Any]
 
 
@@ -117,18 +120,33 @@ def soak(processes: int, options: list[str], folder: Path) -> list[Row]:
     return [row]
 
 
+def twins(seed: int, folder: Path) -> list[Row]:
+    rows = []
+    for recipe in ("tiny", "tiny-dense"):
+        seconds = timed(1, ["--recipe", recipe, "--train.seed", str(seed)], folder / recipe, {})["seconds"]
+        result = json.loads((folder / recipe / "result.json").read_bytes())
+        kept = {key: result[key] for key in KEPT}
+        rows.append({"recipe": recipe, "seed": seed, **kept, "wall_seconds": round(seconds, 1)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     given, options = sys.argv[1:], []
     if "--" in given:
         given, options = given[: given.index("--")], given[given.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["startup", "soak"])
+    parser.add_argument("what", choices=["startup", "soak", "tiny"])
     parser.add_argument("--processes", default="4", help="numbers, separated by commas")
+    parser.add_argument("--seeds", default="0", help="of tiny, separated by commas")
     args = parser.parse_args(given)
-    for processes in map(int, args.processes.split(",")):
+    for number in map(int, (args.seeds if args.what == "tiny" else args.processes).split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            measure, file = (startup, "cold") if args.what == "startup" else (soak, "soak")
-            record.append(file, measure(processes, options, Path(folder)))
+            if args.what == "tiny":
+                record.append("tiny", twins(number, Path(folder)))
+            else:
+                measure, file = (startup, "cold") if args.what == "startup" else (soak, "soak")
+                record.append(file, measure(number, options, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -90,35 +90,6 @@ def png(figure: Figure) -> bytes:
     return drawn.getvalue()
 
 
-def ratio_bars(axis: Any, groups: Sequence[str], ratios: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """Draw the bars of ``ratios`` {series: {group: height}} side by side in their groups, and a line at 1.
-
-    Returns matplotlib's containers of bars, one per series. A series may lack groups.
-    """
-    width = _bar_width(ratios)
-    drawn = []
-    for index, ((name, of_group), style) in enumerate(zip(ratios.items(), spread(len(ratios)), strict=True)):
-        present = [(place, of_group[group]) for place, group in enumerate(groups) if group in of_group]
-        places = [place + index * width for place, _ in present]
-        drawn.append(axis.bar(places, [height for _, height in present], width, label=name, **style.bar))
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    return drawn
-
-
-def group_centres(groups: Sequence[str], ratios: Mapping[str, Any]) -> list[float]:
-    """The position of each group's middle, as placed by `ratio_bars`."""
-    return [place + 0.4 - _bar_width(ratios) / 2 for place in range(len(groups))]
-
-
-def _bar_width(ratios: Mapping[str, Any]) -> float:
-    return 0.8 / max(1, len(ratios))
-
-
-def _count_in_integers(*axes: Any) -> None:
-    for axis in axes:
-        axis.get_major_locator().set_params(integer=True)
-
-
 def _distinct(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
@@ -203,7 +174,8 @@ def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]
     share = [[len(layer) * count / max(sum(layer), 1) for count in layer] for layer in tokens_per_expert]
     image = axes.imshow(share, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=2.0, interpolation="nearest")
     axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")
-    _count_in_integers(axes.xaxis, axes.yaxis)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes, extend="max")
 
 
@@ -250,17 +222,18 @@ def layer_figure(rows: Sequence[Row], mode: str) -> Figure:
     cases, contestants = (_distinct(row[key] for row in rows) for key in ("case", "contestant"))
     figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
+    width = 0.8 / max(1, len(contestants))
     for axis, part in zip(axes, ("forward", "backward"), strict=True):
-        ratios = {
-            name: {row["case"]: row[f"{part}_ratio"] for row in rows if row["contestant"] == name}
-            for name in contestants
-        }
-        for bars in ratio_bars(axis, cases, ratios):
+        for index, (name, style) in enumerate(zip(contestants, spread(len(contestants)), strict=True)):
+            ratios = {row["case"]: row[f"{part}_ratio"] for row in rows if row["contestant"] == name}
+            places = [cases.index(case) + index * width for case in ratios]
+            bars = axis.bar(places, list(ratios.values()), width, label=name, **style.bar)
             axis.bar_label(bars, fmt="%.2f", fontsize=7)
+        axis.axhline(1.0, color="black", linewidth=0.8)
         axis.margins(y=LABEL_MARGIN)
         axis.set_ylabel(f"{part}: time / tilemoe's")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(contestants))
-    axes[1].set_xticks(group_centres(cases, dict.fromkeys(contestants)), cases, fontsize=8)
+    axes[1].set_xticks([place + 0.4 - width / 2 for place in range(len(cases))], cases, fontsize=8)
     title = f"Layer with its router, {mode}: above 1 tilemoe is faster. n: the width of an expert"
     figure.suptitle(_title(title, rows), fontsize=9)
     return figure
