@@ -36,6 +36,7 @@ from typing import Any
 import hf_step
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
@@ -111,21 +112,12 @@ def drawn(model_type: str, name: str, meta: Tensor, generator: torch.Generator) 
 
 
 def write(path: Path, blocks: list[tuple[list[str], Tensor]]) -> None:
-    """A .safetensors file: each tensor's rows are divided evenly among its names, so that it is written in one go."""
-    header, end = {}, 0
+    """A .safetensors file: each tensor's rows are divided evenly among its names."""
+    parts: dict[str, Tensor] = {}
     for names, tensor in blocks:
-        flat = tensor.flatten(0, 1) if len(names) > 1 else tensor
-        shape = [len(flat) // len(names), *flat.shape[1:]] if flat.ndim else []
-        size = tensor.numel() * tensor.element_size() // len(names)
-        dtype = {torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
-        for name in names:
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-            end += size
-    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    with path.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
-        for _, tensor in blocks:
-            file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
+        rows = tensor.flatten(0, 1) if len(names) > 1 else tensor
+        parts |= zip(names, rows.chunk(len(names)) if len(names) > 1 else [rows], strict=True)
+    save_file(parts, path, {"format": "pt"})
 
 
 def sources(pattern: str = "*.py", most: int = TEXT_BYTES) -> list[str]:
