@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from helpers import watch_kernels
+from ledger import Ledger
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilemoe.activations import activation_spec
 from tilemoe.bench import record
 from tilemoe.config import ModelConfig, MoEConfig
-from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.sizes import with_eager_attention
 from tilemoe.ops import lora
@@ -25,47 +25,25 @@ from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, load_recipe
 
 H200 = GPUS["H200"]
+KERNELS = (
+    "up_proj",
+    "down_proj",
+    "combine",
+    "dact",
+    "up_proj_dgrad",
+    "combine_grad",
+    "up_proj_wgrad",
+    "down_proj_wgrad",
+)
 MOE = MoEConfig(128, 64, 8, 2, shared_intermediate_size=96)
 CONFIG = ModelConfig(64, 128, 3, num_heads=8, num_kv_heads=4, head_dim=16, max_seq_len=64, moe=MOE)
-
-
-class Alive(TorchBackend):
-    """Counts the bytes alive at once, of the tensors of ``rows`` rows and ``outputs`` that kernels read and make."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows, self.most, self.known = rows, 0, set[int]()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def enter(self, *tensors: Any) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.shape[0] == self.rows:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-
-
-def watched(name: str) -> Any:
-    def run(self: Alive, *args: Any) -> Any:
-        result = getattr(TorchBackend, name)(self, *args)
-        self.enter(*args, *(result if isinstance(result, tuple) else (result,)))
-        return result
-
-    return run
-
-
-_FORWARD, _BACKWARD = ("up_proj", "down_proj", "combine"), ("dact", "up_proj_dgrad", "combine_grad")
-for _name in (*_FORWARD, *_BACKWARD, "up_proj_wgrad", "down_proj_wgrad"):
-    setattr(Alive, _name, watched(_name))
 
 
 @pytest.mark.parametrize(
     ("shape", "rank"),
     [(MoEShape(50, 256, 64, 8, 2), 8), (MoEShape(50, 64, 256, 8, 2), 8), (MoEShape(50, 64, 64, 8, 2), 64)],
 )
-def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int) -> None:
+def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole buffers of fp32 scores are counted beside, which no kernel is given."""
     tokens, d, n, w, experts = shape.num_tokens, shape.hidden_size, shape.intermediate_size, shape.width, 8
     plan = plan_topk(torch.rand(tokens, experts).topk(2).indices, experts)
@@ -77,14 +55,15 @@ def test_working_bytes_are_those_of_the_operator(shape: MoEShape, rank: int) -> 
     x, do, s = drawn(tokens, d), drawn(tokens, d), torch.rand(rows)
     weights = (drawn(experts, w, d), drawn(experts, d, n))
     low_rank = (drawn(experts, rank, d), drawn(experts, w, rank), drawn(experts, rank, n), drawn(experts, d, rank))
-    backend = Alive(rows)
-    no_scales, plain = [None] * 4, ("dense dense", 2.0, plan, spec, backend)
+    ledger = Ledger(rows)
+    watch_kernels(monkeypatch, KERNELS, ledger.run)
+    no_scales, plain = [None] * 4, ("dense dense", 2.0, plan, spec, backend_named("torch"))
     _, h, u = lora._run(x, *weights, s, *low_rank, None, None, *no_scales, *plain)
-    forward = backend.most - h.nbytes - u.nbytes
-    backend.known, backend.alive, backend.most = {t.untyped_storage()._cdata for t in (h, u, s)}, {}, 0
+    forward = ledger.most - h.nbytes - u.nbytes
+    ledger.start(h, u, s)
     lora._run_grad(do, x, *weights, s, *low_rank, None, *no_scales, h, u, *plain)
     beside = x.nbytes + 4 * 4 * rows
-    assert max(forward, backend.most) == pytest.approx(adapters.working_bytes(shape, rank) - beside, rel=0.02)
+    assert max(forward, ledger.most) == pytest.approx(adapters.working_bytes(shape, rank) - beside, rel=0.02)
 
 
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, dense_intermediate_size=192, dense_layers=(1,))])

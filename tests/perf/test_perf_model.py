@@ -3,19 +3,15 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import saved_tensors
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from helpers import saved_tensors, watch_kernels
+from ledger import Ledger
 
 from tilemoe.kernels.experts import slicing as slices_module
-from tilemoe.kernels.experts.base import Backend
-from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.memory import (
     backward_peak_bytes,
     backward_slices,
@@ -25,8 +21,6 @@ from tilemoe.kernels.experts.memory import (
     inference_slices,
     saved_bytes,
 )
-from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
 from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, kernel_costs, router_costs
 from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
@@ -35,6 +29,7 @@ from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.shape import MoEShape
 from tilemoe.testing import make_inputs
 
+KERNELS = (*FORWARD, "up_proj_act_inference", "down_proj_inference", *BACKWARD, "quantize_h", "dequantize_h")
 SMALL = MoEShape(24, 64, 8, 6, 3)
 WIDE_EXPERTS = MoEShape(24, 16, 64, 2, 2)
 UNGATED_FP32 = MoEShape(40, 48, 24, 5, 2, is_gated=False, element_bytes=4)
@@ -76,44 +71,6 @@ def test_saved_bytes_are_those_of_the_operator(shape: MoEShape) -> None:
     assert sum(kept.values()) - alive_anyway == saved_bytes(shape)
 
 
-class Ledger:
-    """Bytes alive at once, of the tensors that kernels return or write to; ``calls`` counts those of each kernel."""
-
-    def __init__(self) -> None:
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-        self.calls: Counter[str] = Counter()
-
-    def watch(self, kernels: Backend) -> dict[str, Any]:
-        """The same kernels, whose results are entered here."""
-
-        def watched(name: str) -> Any:
-            def run(*args: Any) -> Any:
-                result = getattr(kernels, name)(*args)
-                self.calls[name] += 1
-                if result is None:  # its last argument is a slice of the output
-                    self.enter(args[-1], args[-1].untyped_storage().nbytes())
-                made = (result.data, result.scale) if isinstance(result, Operand) else (result,)
-                for tensor in result if isinstance(result, tuple) else () if result is None else made:
-                    self.enter(tensor, tensor.nbytes)
-                self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-                self.most = max(self.most, sum(size for _, size in self.alive.values()))
-                return result
-
-            return run
-
-        names = (*FORWARD, "up_proj_act_inference", "down_proj_inference", *BACKWARD, "quantize_h", "dequantize_h")
-        return {name: watched(name) for name in names}
-
-    def enter(self, tensor: Tensor, size: int) -> None:
-        storage = tensor.untyped_storage()
-        self.alive[storage._cdata] = (StorageWeakRef(storage), size)
-
-    def start(self) -> None:
-        self.most, self.alive = 0, {}
-        self.calls.clear()
-
-
 @pytest.fixture
 def slices_of_little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Buffers are made in slices however few tiles these have, so that small tensors do for a test."""
@@ -151,8 +108,7 @@ def test_peaks_are_those_of_the_operator(
     shape: MoEShape, in_forward: int, in_backward: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger()
-    for name, kernel in ledger.watch(TorchBackend()).items():
-        monkeypatch.setitem(vars(backend_named("torch")), name, kernel)
+    watch_kernels(monkeypatch, KERNELS, ledger.run)
     inputs = {**inputs_for(shape, plan_for(shape)), "kernels": "torch"}  # this instance, whichever was chosen before
     with torch.no_grad():
         moe(**inputs)
