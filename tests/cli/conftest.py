@@ -2,39 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import write_corpus
 
 from tilemoe.cli.main import main
-
-SETTINGS = {
-    "name": "little",
-    "description": "for tests",
-    "model": {
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-        "max_seq_len": 32,
-        "moe": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "router": {"aux_loss_coef": 0.01},
-        },
-    },
-    "data": {"seq_len": 32, "batch_size": 4, "heldout_every": 4},
-    "optim": {"lr": 0.01, "warmup_steps": 4, "schedule": "wsd"},
-    "train": {
-        "steps": 30, "accumulation": 2, "precision": "fp32", "threads": 1, "log_every": 1, "eval_every": 10,
-        "eval_batches": 2, "save_every": 5, "plot": False, "sample_prompt": "ab", "sample_tokens": 8,
-    },
-}  # fmt: skip
+from tilemoe.config import to_dict
+from tilemoe.train.config import load_recipe
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -53,11 +29,25 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def recipe_file(text: Path) -> Path:
     """The path of the recipe; its train.out_dir has to be given."""
-    settings = json.loads(json.dumps(SETTINGS))
-    settings["data"] |= {"corpus": str(text), "cache_dir": str(text.parent / "cache")}
-    settings["train"]["out_dir"] = str(text.parent / "unused")
+    base = load_recipe("smoke")
+    data = {
+        "seq_len": 32,
+        "batch_size": 4,
+        "heldout_every": 4,
+        "corpus": str(text),
+        "cache_dir": f"{text.parent}/cache",
+    }
+    often = {"log_every": 1, "save_every": 5, "accumulation": 2, "threads": 1, "out_dir": str(text.parent / "unused")}
+    recipe = replace(
+        base,
+        name="little",
+        model=replace(base.model, max_seq_len=32),
+        data=replace(base.data, **data),
+        optim=replace(base.optim, warmup_steps=4, schedule="wsd"),
+        train=replace(base.train, plot=False, sample_prompt="ab", sample_tokens=8, **often),
+    )
     path = text.parent / "little.json"
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps(to_dict(recipe)))
     return path
 
 
