@@ -150,10 +150,7 @@ def training_lines(train: Mapping[str, Any]) -> list[str]:
         "",
         _row("", [f"{setup['dtype']}, EP {setup['expert_parallel']}" for setup in setups]),
         _row("fewest GPUs", [str(setup["fewest_gpus"] or "none fit") for setup in setups]),
-        _row("recomputed", [setup["checkpointing"] for setup in setups]),
-        _row("largest micro-batch", [str(setup["micro_batch"] or "none fits") for setup in setups]),
-        *(_row(f"{part}, GB", [_gb(setup["memory"][part]) for setup in setups]) for part in setups[0]["memory"]),
-        _row("all, GB", [_gb(sum(setup["memory"].values())) for setup in setups]),
+        *_memory_rows(setups),
         _row("tokens/day, billions", [_gb(setup["tokens_per_day"]) for setup in setups]),
     ]
     if train["tokens_per_day_wanted"] is not None:
@@ -208,14 +205,20 @@ def adapter_lines(tuning: Mapping[str, Any]) -> list[str]:
         f"assumed: {tuning['attention']} attention, {room} usable, 95% of a card",
         "",
         _row("experts", [setup["experts"] for setup in setups]),
-        _row("recomputed", [setup["checkpointing"] for setup in setups]),
-        _row("largest micro-batch", [str(setup["micro_batch"] or "none fits") for setup in setups]),
-        *(_row(f"{part}, GB", [_gb(setup["memory"][part]) for setup in setups]) for part in setups[0]["memory"]),
-        _row("all, GB", [_gb(sum(setup["memory"].values())) for setup in setups]),
+        *_memory_rows(setups),
         *(
             _row(f"on {card} GiB", [str(setup["micro_batch_of_card"][card] or "none") for setup in setups])
             for card in setups[0]["micro_batch_of_card"]
         ),
+    ]
+
+
+def _memory_rows(setups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        _row("recomputed", [setup["checkpointing"] for setup in setups]),
+        _row("largest micro-batch", [str(setup["micro_batch"] or "none fits") for setup in setups]),
+        *(_row(f"{part}, GB", [_gb(setup["memory"][part]) for setup in setups]) for part in setups[0]["memory"]),
+        _row("all, GB", [_gb(sum(setup["memory"].values())) for setup in setups]),
     ]
 
 

@@ -108,16 +108,6 @@ def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
     return _DownProj.apply(a, w2, score)
 
 
-class _Kept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return rounded(h, 1, _BLOCK)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> Tensor:
-        return dh
-
-
 class _WithGradientsOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
@@ -130,7 +120,7 @@ class _WithGradientsOf(torch.autograd.Function):
 
 def kept(h: Tensor) -> Tensor:
     """h (R, w), fp32, as ``save="fp8"`` keeps it for the backward; the gradient passes unchanged to h."""
-    return _Kept.apply(h)
+    return with_gradients_of(rounded(h.detach(), 1, _BLOCK), h)
 
 
 def with_gradients_of(value: Tensor, other: Tensor) -> Tensor:
