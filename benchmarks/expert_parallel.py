@@ -107,7 +107,7 @@ def measure(shape: MoEShape, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _parts(layer: MoE, x: Tensor, do: Tensor) -> Iterator[object]:
+def _parts(layer: MoE, x: Tensor, do: Tensor) -> Iterator[Any]:
     """Forward, then backward."""
     layer.zero_grad()
     x.grad = None
@@ -145,17 +145,13 @@ def _graphs(layer: MoE, x: Tensor, do: Tensor) -> Callable[[], Iterator[object]]
 def _saved_bytes(layer: MoE, x: Tensor) -> int:
     if not x.is_cuda:
         return 0
-    before = torch.cuda.memory_allocated()
-    hidden = layer(x).hidden
-    return torch.cuda.memory_allocated() - before - hidden.nbytes
+    hidden, left, _ = timing.memory_of(lambda: layer(x).hidden)
+    return left - hidden.nbytes
 
 
 def _step(layer: MoE, x: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
     """Forward and backward: (output, gradient of x)."""
-    layer.zero_grad()
-    x.grad = None
-    hidden = layer(x).hidden
-    hidden.backward(do)
+    hidden, _ = _parts(layer, x, do)
     assert x.grad is not None
     return hidden.detach(), x.grad
 
