@@ -1,11 +1,9 @@
-"""Benchmarks on one GPU; each appends its rows to results/, a case as soon as it is measured.
+"""A layer's cold start on one GPU; a row is appended to results/cold.jsonl.
 
-    python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe,scattermoe,grouped_mm --modes sustained,alone
-    python benchmarks/run.py kernels --cases main
     python benchmarks/run.py cold --cases 7B-n256,OLMoE
 
-layer, kernels: `tilemoe bench`, of this checkout. cold: seconds from the first call to the last gradient in a fresh
-process with empty caches, then for each further size, then for another number of tokens.
+Seconds from the first call to the last gradient in a fresh process with empty caches, then for each further size, then
+for another number of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import torch
 
 from tilemoe.bench import cases, peers, record, timing
 from tilemoe.bench.layer import layer_step
-from tilemoe.cli import bench
 
 DEVICE = "cuda"
 COLD_TOKENS = 1000  # of the last call: no multiple of a tile
@@ -64,9 +61,6 @@ def cold_child(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["layer"], ["kernels"]):
-        bench.run(sys.argv[1:])
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["cold", "cold-child"])
     parser.add_argument("--cases", default="main", help='"main", "all" or names of cases, separated by commas')
