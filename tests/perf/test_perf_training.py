@@ -23,9 +23,9 @@ from tilemoe.train.config import load_recipe
 H200 = GPUS["H200"]
 
 
-def setup_of(recipe: str, gpus: int, expert_parallel: int = 1) -> Setup:
+def setup_of(recipe: str, gpus: int) -> Setup:
     settings = load_recipe(recipe)
-    return Setup(settings.model, H200, gpus, expert_parallel, settings.data.seq_len)
+    return Setup(settings.model, H200, gpus, 1, settings.data.seq_len)
 
 
 RUNS = record.rows("train_throughput", contestant="tilemoe")

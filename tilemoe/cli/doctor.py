@@ -155,7 +155,7 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     """
     import torch
 
-    from tilemoe.kernels.choose import choose_plan, choose_projections, choose_router, select_kernels
+    from tilemoe.kernels.choose import Choice, choose_plan, choose_projections, choose_router, select_kernels
     from tilemoe.kernels.experts.torch.backend import TorchBackend
 
     found = torch.device(device)
@@ -164,17 +164,17 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     chosen = {how: select_kernels(found, *layer) for how, layer in wanted.items()}
     lines = [f"experts {how}: {experts.name} ({experts.reason})" for how, experts in chosen.items()]
     lines += _gemms(cfg) if chosen["in bfloat16"].name == "hopper" else []
-    router = choose_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
-    lines.append(f"router: {router.name} ({router.reason})")
-    plan = choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts)
-    lines.append(f"plan: {plan.name} ({plan.reason})")
-    projections = choose_projections(found)
-    lines.append(f"attention's projections with dense precision fp8: {projections.name} ({projections.reason})")
-    invariance = {experts.name: experts.impl.batch_invariance for experts in chosen.values()}
-    lines += [f"batch invariance of the experts by {name}: {whether}" for name, whether in invariance.items()]
+    others: dict[str, Choice[Any]] = {
+        "router": choose_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok),
+        "plan": choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts),
+        "attention's projections with dense precision fp8": choose_projections(found),
+    }
+    lines += [f"{what}: {choice.name} ({choice.reason})" for what, choice in others.items()]
+    backends = {experts.name: experts.impl for experts in chosen.values()}
+    lines += [f"batch invariance of the experts by {name}: {each.batch_invariance}" for name, each in backends.items()]
     lines += [
         f"batch invariance of experts in {packed.upper()} by {name}: {whether}"
-        for name, kernels in {experts.name: experts.impl for experts in chosen.values()}.items()
+        for name, kernels in backends.items()
         if kernels.precision == "bf16"
         for packed, whether in kernels.packed.items()
     ]
