@@ -164,14 +164,6 @@ def take_turns(
         report(args, contestant)
 
 
-def takes_part(name: str, recipe: Recipe, device: torch.device, job: Job) -> bool:
-    """Whether the contestant can be measured; why not is said."""
-    problem = reason_to_leave_out(name, recipe, device, job)
-    if problem is not None:
-        say(job, f"{name} is left out: {problem}")
-    return problem is None
-
-
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe with what the command line changes of it, long enough for the steps that are asked for."""
     recipe = load_recipe(args.recipe)
@@ -230,10 +222,12 @@ def made_up_text(folder: Path, vocab_size: int) -> Prepared:
     return Prepared(*(TokenShards(folder, split) for split in SPLITS), load_tokenizer("bytes"))
 
 
-def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Job) -> str | None:
-    """What any process finds: the package is missing, or its layer, of the recipe's size, computes something else."""
-    name, recipe = peer_and_recipe(name, recipe)
-    problem = obstacle(name, recipe.model, recipe.parallel.expert)
+def takes_part(name: str, recipe: Recipe, device: torch.device, job: Job) -> bool:
+    """Whether the contestant can be measured; what any process finds against it is said: the package is missing, or its
+    layer, of the recipe's size, computes something else.
+    """
+    peer, recipe = peer_and_recipe(name, recipe)
+    problem = obstacle(peer, recipe.model, recipe.parallel.expert)
     if problem is None and recipe.model.moe is not None:
         moe = recipe.model.moe
         tokens = recipe.data.batch_size * recipe.data.seq_len
@@ -243,10 +237,13 @@ def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Jo
         dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
         weights = peers.make_weights(shape, device, dtype)
         try:
-            problem = check.problem(swapped_layer(name, shape, weights), shape, weights)
+            problem = check.problem(swapped_layer(peer, shape, weights), shape, weights)
         except ImportError as error:
             problem = f"not importable here: {error}"
-    return next((found for found in objects_of_processes(problem, job) if found is not None), None)
+    problem = next((found for found in objects_of_processes(problem, job) if found is not None), None)
+    if problem is not None:
+        say(job, f"{name} is left out: {problem}")
+    return problem is None
 
 
 def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[DecoderLM, str]:
