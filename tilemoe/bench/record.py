@@ -1,4 +1,5 @@
-"""Results files: one JSON object per line, each with the commit, machine and versions of its measurement.
+"""Results files: one JSON object per line, each with the commit, machine and versions of its measurement; and the loop
+that measures case by case and records each at once.
 
     python -m tilemoe.bench.record
 
@@ -130,9 +131,9 @@ def each_case(
         if begun > seconds:
             print(f"{name} and the cases after it are left out: {begun:.0f} s have passed")
             break
-        for rows in measure(name, case):
-            print("\n".join(map(describe, rows)), flush=True)
-            append(file, rows)
+        for measured in measure(name, case):
+            print("\n".join(map(describe, measured)), flush=True)
+            append(file, measured)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"{name}: {time.perf_counter() - start - begun:.0f} s", flush=True)
