@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -26,7 +27,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
-from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.activations import REGISTRY, ActivationSpec, activation_spec
+from tilemoe.kernels.experts.hopper.backend import HopperBackend
+from tilemoe.kernels.experts.triton.configs import WITH_ACTIVATION, Kernel
 from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
@@ -124,6 +127,68 @@ def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device)
     else:
         launch = host.rows_launch("up_proj_dgrad", of.h, of.w1, None, of.plan, device)[0]
     return launch
+
+
+class Cell(NamedTuple):
+    """A GEMM of a backend and the layout of its operands. gate_up: "none" without a gate. widths: d and n.
+
+    transposed: the weights' other stride order. described: whether TMA can describe the rows to gather. adds: a weight
+    gradient is accumulated.
+    """
+
+    kernel: Kernel
+    activation: str = "swiglu"
+    gate_up: str = "concatenated"
+    transposed: bool = False
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    widths: tuple[int, int] = (1536, 256)
+    described: bool = True
+    adds: bool = False
+
+    @property
+    def family(self) -> tuple[Kernel, str, str]:
+        return self.kernel, self.activation, self.gate_up
+
+    @property
+    def name(self) -> str:
+        flags = [name for name in ("transposed", "bias", "adds") if getattr(self, name)]
+        access = [] if self.described else ["copies"]
+        return "-".join([*self.family, *flags, *access, str(self.dtype)[6:], *map(str, self.widths)])
+
+
+def cells_with_activation(dtype: torch.dtype, widths: tuple[int, int]) -> list[Cell]:
+    """up_proj and down_proj_dgrad with every activation of the registry, each layout, and with and without biases."""
+    return [
+        Cell(kernel, activation, gate_up, transposed, bias, dtype, widths)
+        for kernel, (activation, entry) in product(WITH_ACTIVATION, REGISTRY.items())
+        for gate_up in (("concatenated", "interleaved") if entry.is_gated else ("none",))
+        for transposed, bias in product((False, True), repeat=2)
+    ]
+
+
+def launch_of_cell(cell: Cell, backend: HopperBackend, device: Device) -> Launch | None:
+    """What the backend launches for it in training; None where that is a portable kernel."""
+    gate_up = "concatenated" if cell.gate_up == "none" else cell.gate_up
+    layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": cell.widths, "dtype": cell.dtype}
+    of = make_operands(cell.activation, gate_up, **layout)
+    gathered = of.x if cell.described else of.x[:1].expand(of.x.shape)  # all rows are one
+    with recorded_launches(device) as launches:
+        if cell.kernel == "up_proj_act":
+            backend.up_proj_act(gathered, of.w1, of.b1, of.plan, of.spec)
+        elif cell.kernel == "down_proj_dgrad_dact":
+            backend.down_proj_dgrad_dact(gathered, of.w2, of.b2, of.h, of.s, of.plan, of.spec)
+        elif cell.kernel == "down_proj":
+            backend.down_proj(of.a, of.w2, of.b2, of.plan)
+        elif cell.kernel == "up_proj_dgrad":
+            backend.up_proj_dgrad(of.h, of.w1, of.plan)
+        elif cell.kernel == "down_proj_wgrad":
+            backend.down_proj_wgrad(gathered, of.a, of.plan, cell.transposed, of.w2.float() if cell.adds else None)
+        else:
+            backend.up_proj_wgrad(gathered, of.h, of.plan, cell.transposed, of.w1.float() if cell.adds else None)
+    found = [launch for launch in launches if launch.kernel.is_gluon()]
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 def compiled_key(launch: Launch) -> str:
