@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import compute_dtype, is_column_major
 from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -50,6 +51,9 @@ class Case:
         return activation_spec(self.activation, self.gate_up, self.limit, None)
 
 
+# Activation and order of gate and up; an ungated activation has no gate to interleave.
+LAYOUTS = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
+LAYOUTS += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
 # By venue; on a GPU by backend.
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {FP16: 1e-3, FP32: 3e-6} if INTERPRETED else {BF16: 4e-3, FP16: 6e-4, FP32: 1e-5}
