@@ -27,11 +27,14 @@ from triton_compile import (
     compiled_key,
     count_spill_loads,
     machine_code,
+    make_operands,
     recorded_launches,
+    row_gemm_launch,
     stack_bytes,
 )
 
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes, small_m
 from tilemoe.kernels.experts.triton.formats.transpose import SLICE
 from tilemoe.kernels.router import triton as router
@@ -101,6 +104,13 @@ def test_amd(name: str) -> None:
 
 # Many numbers of tokens, one code.
 
+
+def dgrad(tokens: int) -> Launch:
+    """Of 2 experts and 2 per token."""
+    of = make_operands(widths=(64, 32), tokens=tokens)
+    return row_gemm_launch(host, "down_proj_dgrad_dact", of, NVIDIA[80])
+
+
 OF_TOKENS: dict[str, tuple[Callable[[int], Iterable[Launch]], tuple[int, ...]]] = {
     "rounding": (lambda tokens: rows.rounded(8, 2, "nearest", "softmax", tokens)(NVIDIA[90]), (128, 129, 1000, 4096)),
     "bias gradients": (lambda tokens: rows.bias_grads(NVIDIA[90], "gpt-oss", tokens=tokens).values(), (16, 17, 1000)),
@@ -112,6 +122,7 @@ OF_TOKENS: dict[str, tuple[Callable[[int], Iterable[Launch]], tuple[int, ...]]] 
         lambda tokens: rows.recorded(rows.through_a_window(4, torch.bfloat16, 64, tokens, tokens % 4))(NVIDIA[90]),
         (1, 48, 77, 202),
     ),
+    "down_proj_dgrad": (lambda tokens: [dgrad(tokens)], (1, 17, 64, 1000)),
     "few rows": (lambda tokens: few_row_gemms(tokens, NVIDIA[90], widths=(64, 32)), (1, 2, 7, 16)),
     "not so few": (lambda tokens: few_row_gemms(tokens, NVIDIA[90], widths=(64, 32)), (17, 32, 33, 64)),
 }

@@ -72,7 +72,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
 
 
 class Operands(NamedTuple):
-    """A layer's, of no certain values: 64 tokens, 2 experts, 2 per token; the plan has lists of all tiles."""
+    """A layer's, of no certain values: 2 experts, 2 per token; the plan has lists of all tiles."""
 
     x: Tensor
     w1: Tensor
@@ -94,9 +94,10 @@ def make_operands(
     bias: bool = False,
     widths: tuple[int, int] = (1536, 256),
     dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 64,
 ) -> Operands:
     """``transposed``: weights of the other stride order. ``widths``: hidden and intermediate size."""
-    (d, n), experts, tokens = widths, 2, 64
+    (d, n), experts = widths, 2
     spec = activation_spec(activation, gate_up, None, None)
     width = spec.width_factor * n
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
