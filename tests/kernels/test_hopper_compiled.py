@@ -44,7 +44,6 @@ from tilemoe.kernels.experts.hopper.configs import (
     MAX_WIDTH_OF_DH,
     NARROW,
     SHARED_BYTES,
-    STATIONARY,
     WARPGROUP_M,
     row_of,
     tile_of,
@@ -184,13 +183,6 @@ def test_registers_of_three_warpgroups_fit() -> None:
         assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536, tile
         assert tile.consumer_registers % 8 == 0, tile
         assert tile.producer_registers % 8 == 0, tile
-
-
-def test_only_short_contractions_of_contiguous_rows_keep_a_weight() -> None:
-    for kernel in KERNELS:
-        assert tile_of(kernel, 256) is (STATIONARY if kernel in OF_ROWS else tile_of(kernel, LONG)), kernel
-        assert tile_of(kernel, 257) is tile_of(kernel, LONG), kernel
-    assert STATIONARY.block_m % WARPGROUP_M == 0
 
 
 @pytest.mark.parametrize(
