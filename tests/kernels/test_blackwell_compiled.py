@@ -23,6 +23,7 @@ from triton_compile import (
     cells_with_activation,
     compile_launch,
     count_loads_of_two_bytes,
+    in_order,
     launch_of_cell,
     stack_bytes,
 )
@@ -97,12 +98,8 @@ def assert_protocol(ptx: str) -> None:
     there is behind the barriers' initialisation.
     """
     assert_threads_meet_before_tma_stores(ptx, at_least=1)  # of a loop over slices
-    names = (
-        r"tcgen05\.ld|tcgen05\.wait::ld|bar\.sync|mbarrier\.arrive\.shared|cp\.async\.wait_group|fence\.proxy\.async"
-    )
-    letters = {"tcgen05.ld": "l", "tcgen05.wait::ld": "w", "bar.sync": "|", "mbarrier.arrive.shared": "a"}
-    letters |= {"cp.async.wait_group": "g", "fence.proxy.async": "f"}
-    order = "".join(letters[name] for name in re.findall(names, ptx))
+    letters = {r"tcgen05\.ld": "l", r"tcgen05\.wait::ld": "w", r"bar\.sync": "|", r"mbarrier\.arrive\.shared": "a"}
+    order = in_order(ptx, letters | {r"cp\.async\.wait_group": "g", r"fence\.proxy\.async": "f"})
     assert {"l", "w", "|", "a"} <= set(order)
     assert re.search(r"l[^w]*a", order) is None, "an arrival with a load in flight"
     assert re.search(r"w[^|]*a", order) is None, "an arrival that the warps do not meet before"

@@ -134,7 +134,7 @@ class Cell(NamedTuple):
     """A GEMM of a backend and the layout of its operands. gate_up: "none" without a gate. widths: d and n.
 
     transposed: the weights' other stride order. described: whether TMA can describe the rows to gather. adds: a weight
-    gradient is accumulated.
+    gradient is accumulated. keeps_h: up_proj is of training.
     """
 
     kernel: Kernel
@@ -146,6 +146,7 @@ class Cell(NamedTuple):
     widths: tuple[int, int] = (1536, 256)
     described: bool = True
     adds: bool = False
+    keeps_h: bool = True
 
     @property
     def family(self) -> tuple[Kernel, str, str]:
@@ -154,8 +155,8 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         flags = [name for name in ("transposed", "bias", "adds") if getattr(self, name)]
-        access = [] if self.described else ["copies"]
-        return "-".join([*self.family, *flags, *access, str(self.dtype)[6:], *map(str, self.widths)])
+        others = ["copies"] * (not self.described) + ["inference"] * (not self.keeps_h)
+        return "-".join([*self.family, *flags, *others, str(self.dtype)[6:], *map(str, self.widths)])
 
 
 def cells_with_activation(dtype: torch.dtype, widths: tuple[int, int]) -> list[Cell]:
@@ -169,14 +170,15 @@ def cells_with_activation(dtype: torch.dtype, widths: tuple[int, int]) -> list[C
 
 
 def launch_of_cell(cell: Cell, backend: HopperBackend, device: Device) -> Launch | None:
-    """What the backend launches for it in training; None where that is a portable kernel."""
+    """What the backend launches for it; None where that is a portable kernel."""
     gate_up = "concatenated" if cell.gate_up == "none" else cell.gate_up
     layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": cell.widths, "dtype": cell.dtype}
     of = make_operands(cell.activation, gate_up, **layout)
     gathered = of.x if cell.described else of.x[:1].expand(of.x.shape)  # all rows are one
     with recorded_launches(device) as launches:
         if cell.kernel == "up_proj_act":
-            backend.up_proj_act(gathered, of.w1, of.b1, of.plan, of.spec)
+            up_proj = backend.up_proj_act if cell.keeps_h else backend.up_proj_act_inference
+            up_proj(gathered, of.w1, of.b1, of.plan, of.spec)
         elif cell.kernel == "down_proj_dgrad_dact":
             backend.down_proj_dgrad_dact(gathered, of.w2, of.b2, of.h, of.s, of.plan, of.spec)
         elif cell.kernel == "down_proj":
@@ -313,28 +315,25 @@ def count_loads_of_two_bytes(ptx: str) -> int:
     return len(re.findall(r"\bld\.global\S*\.b16\s", ptx)) - len(re.findall(r"\bld\.global\S*\.v[24]\.b16\s", ptx))
 
 
+ANY_BARRIER = r"bar(?:rier)?(?:\.warp)?\.sync"
+
+
+def in_order(ptx: str, letters: dict[str, str]) -> str:
+    """The instructions that patterns, of no groups, match, as the letters that ``letters`` has for them."""
+    found = re.finditer(rf"^.*?(?:{'|'.join(f'({pattern})' for pattern in letters)})", ptx, re.M)
+    return "".join(list(letters.values())[(match.lastindex or 0) - 1] for match in found)
+
+
 def assert_threads_meet_before_tma_stores(ptx: str, at_least: int = 2) -> None:
     """One thread starts a store of what all have written: each of them must have passed its fence before.
 
     at_least: the stores to be found.
     """
-    found = re.findall(
-        r"^.*?(fence\.proxy\.async|bar(?:rier)?\.sync|cp\.(?:async|reduce\.async)\.bulk\.tensor\.\w+\.global)",
-        ptx,
-        re.M,
-    )
-    stores = 0
-    fenced = met = False
-    for instruction in found:
-        if instruction.startswith("fence"):
-            fenced, met = True, False
-        elif instruction.startswith("bar"):
-            met = True
-        else:
-            assert fenced, "a store before any fence"
-            assert met, "a store that the threads do not meet before"
-            stores += 1
-    assert stores >= at_least
+    stores = r"cp\.(?:async|reduce\.async)\.bulk\.tensor\.\w+\.global"
+    order = in_order(ptx, {r"fence\.proxy\.async": "f", r"bar(?:rier)?\.sync": "|", stores: "s"})
+    assert re.match("[^f]*s", order) is None, "a store before any fence"
+    assert re.search(r"f[^|]*s", order) is None, "a store that the threads do not meet before"
+    assert order.count("s") >= at_least
 
 
 def assert_threads_meet_after_tile_info(ptx: str) -> None:
@@ -342,9 +341,8 @@ def assert_threads_meet_after_tile_info(ptx: str) -> None:
 
     In the order of the text, where the branches that follow a tile's coordinates lie one after the other.
     """
-    letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "ld.shared.s32": "r", "mbarrier.arrive": "a"}
-    found = re.findall(r"^.*?((?:st|ld)\.shared\.[bs]32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
-    order = "".join(letters.get(instruction, "|") for instruction in found)
+    letters = {r"st\.shared\.b32": "w", r"ld\.shared\.[bs]32": "r", r"mbarrier\.arrive": "a"}
+    order = in_order(ptx, {**letters, ANY_BARRIER: "|"})
     assert "wwww" in order
     assert "rrrr" in order, "the four numbers of tile_info, by each consumer"
     assert re.search("w[wr]*a", order) is None
