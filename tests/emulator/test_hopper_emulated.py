@@ -101,12 +101,7 @@ def test_every_layout_bias_and_activation(precision: str, index: int) -> None:
 IN_BANDS = {  # of 16 bits, three column tiles are walked two and one at a time, up_proj's five two, two and one
     "16 bits": (
         (264, 520),
-        {
-            "up_proj_act": (5, 264),
-            "down_proj": (3, 520),
-            "down_proj_dgrad_dact": (3, 264),
-            "up_proj_dgrad": (3, 1040),
-        },
+        {"up_proj_act": (5, 264), "down_proj": (3, 520), "down_proj_dgrad_dact": (3, 264), "up_proj_dgrad": (3, 1040)},
         {"up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel"},
     ),
     "fp8": (

@@ -7,14 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from gpu_layers import never_repeated
-from triton_checks import (
-    CASES,
-    LAYOUTS,
-    TOLERANCE,
-    Case,
-    assert_kernels_agree,
-    random_plan,
-)
+from triton_checks import CASES, LAYOUTS, TOLERANCE, Case, assert_kernels_agree, random_plan
 
 from tilemoe.config import GATED_ACTIVATIONS
 from tilemoe.kernels.experts.hopper.backend import HopperBackend

@@ -252,11 +252,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
         lambda: (rows_of(RANKS * TOKENS), None, *places(), "bf16", a_window()),
     ),
     "from the experts, in place": (window._from_experts, 2, results_in_the_window),
-    "gradients home, in place": (
-        window._from_experts,
-        3,
-        lambda: results_in_the_window(torch.zeros(3 * TOKENS)),
-    ),
+    "gradients home, in place": (window._from_experts, 3, lambda: results_in_the_window(torch.zeros(3 * TOKENS))),
     "experts whose sums have memory": (library.moe_forward, None, to_sums),
     "gradients home": (
         window._from_experts,

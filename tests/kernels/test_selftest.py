@@ -268,13 +268,7 @@ def selftests(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     [
         ("3.9.0", None, None, "triton", "the Blackwell kernels are untested; TILEMOE_BLACKWELL=1 uses them if they"),
         ("3.9.0", "1", None, "blackwell", "TILEMOE_BLACKWELL turns them on"),
-        (
-            "3.9.0",
-            "1",
-            "dw1 is off",
-            "triton",
-            "their self-test has not passed: dw1 is off; tilemoe doctor",
-        ),
+        ("3.9.0", "1", "dw1 is off", "triton", "their self-test has not passed: dw1 is off; tilemoe doctor"),
         ("3.9.0", "untested", "dw1 is off", "blackwell", "TILEMOE_BLACKWELL turns them on"),
         ("3.8.0", "1", None, "triton", "the Blackwell kernels need Triton 3.6.x or 3.9.x, not 3.8.0"),
         ("3.6.0", "1", None, "torch", "Triton 3.6.0 can be wrong on capability 10.x: pip install 'triton>=3.7.1'"),

@@ -114,10 +114,7 @@ def dgrad(tokens: int) -> Launch:
 OF_TOKENS: dict[str, tuple[Callable[[int], Iterable[Launch]], tuple[int, ...]]] = {
     "rounding": (lambda tokens: rows.rounded(8, 2, "nearest", "softmax", tokens)(NVIDIA[90]), (128, 129, 1000, 4096)),
     "bias gradients": (lambda tokens: rows.bias_grads(NVIDIA[90], "gpt-oss", tokens=tokens).values(), (16, 17, 1000)),
-    "exchange": (
-        lambda tokens: rows.recorded(rows.sent(4, torch.float32, tokens))(NVIDIA[90]),
-        (1, 48, 77, 202),
-    ),
+    "exchange": (lambda tokens: rows.recorded(rows.sent(4, torch.float32, tokens))(NVIDIA[90]), (1, 48, 77, 202)),
     "window": (
         lambda tokens: rows.recorded(rows.through_a_window(4, torch.bfloat16, 64, tokens, tokens % 4))(NVIDIA[90]),
         (1, 48, 77, 202),

@@ -124,21 +124,6 @@ def test_groups(experts: int, groups: int, top_groups: int, k: int, score: Any) 
         assert_same(hostile(tokens, experts), config(experts, k, router))
 
 
-def test_ties_go_to_the_lower_expert_best_first() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0], [1.0] * 5, [-0.0, 0.0, -1.0, 0.0, -0.0]], device=DEVICE)
-    for router in (RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
-        ids = _select_fused(logits, config(5, 3, router), None, None).expert_ids
-        assert ids.tolist() == [[1, 3, 2], [0, 1, 2], [0, 1, 3]]
-
-
-def test_a_masked_expert_is_chosen_only_for_want_of_others_and_scores_zero() -> None:
-    logits = torch.tensor([[-INF, -1e4, -INF, 1.0, -INF, 3.0]], device=DEVICE)
-    for router in (RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
-        chosen = _select_fused(logits, config(6, 5, router), None, None)
-        assert chosen.expert_ids.tolist() == [[5, 3, 1, 0, 2]]
-        assert chosen.scores[0, 3:].tolist() == [0.0, 0.0]
-
-
 def test_nan_is_not_hidden_and_never_leaves_an_id_unwritten() -> None:
     logits = random(6, 8)
     logits[1, 3] = float("nan")
