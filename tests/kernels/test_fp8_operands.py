@@ -46,8 +46,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 Launched = list[tuple[str, int]]
 
 
-def a_weight(requires_grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
-    return nn.Parameter(torch.randn(2, 128, 256, dtype=dtype), requires_grad)
+def a_weight(dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.randn(2, 128, 256, dtype=dtype))
 
 
 def is_same(left: Operand, right: Operand) -> bool:

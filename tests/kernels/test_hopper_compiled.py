@@ -36,7 +36,6 @@ from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import (
-    CONSUMERS,
     FP8_STATIONARY,
     GEMMS,
     MAX_CONTRACTION,
@@ -44,17 +43,15 @@ from tilemoe.kernels.experts.hopper.configs import (
     MAX_WIDTH_OF_DH,
     NARROW,
     SHARED_BYTES,
-    WARPGROUP_M,
     row_of,
     tile_of,
     why_slower,
     why_unsupported,
 )
-from tilemoe.kernels.experts.hopper.gemm_pingpong import BLOCKS
 from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton.configs import KERNELS, WEIGHT_GRADS, Kernel, tile_rows
+from tilemoe.kernels.experts.triton.configs import KERNELS, WEIGHT_GRADS, Kernel
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
@@ -146,14 +143,6 @@ def test_stationary_weight(n: int, bias: bool, transposed: bool, tmp_path: Path)
 def test_loops_over_work_items_carry_the_number_of_blocks() -> None:
     compiled = compile_launch(launch_of(Cell("down_proj", widths=(1000, 256))), 90)
     assert_items_carry_their_blocks(compiled, warp_groups=3)
-
-
-def test_tiles_are_as_tall_as_the_kernels_have_blocks() -> None:
-    for kernel in KERNELS:
-        blocks = BLOCKS if kernel in OF_ROWS else CONSUMERS
-        assert tile_of(kernel, LONG).block_m == WARPGROUP_M * blocks, kernel
-    for kernel in ("up_proj_act", "down_proj_dgrad_dact"):
-        assert tile_of(kernel, LONG).block_m == tile_rows(2, H200), "it shares the portable kernels' list"
 
 
 def test_registers_of_three_warpgroups_fit() -> None:

@@ -97,13 +97,6 @@ def test_what_cannot_be_registered_is_named_in_one_line(name: Any, cls: Any, mes
         check_kernels("mine")
 
 
-def test_a_name_is_registered_once() -> None:
-    register_backend("doubled", Doubled)
-    names = NAMES.replace("blackwell", "blackwell, doubled")
-    with pytest.raises(ValueError, match=f"name 'doubled' is taken; the backends are {names}"):
-        register_backend("doubled", Doubled)
-
-
 @pytest.mark.parametrize("name", ["cutlass", "triton_fp8", 3, None, [], {}], ids=str)
 def test_unknown_names_are_refused_in_one_line(name: Any) -> None:
     for ask in (backend_named, backend_of, check_kernels):

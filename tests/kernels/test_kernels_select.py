@@ -323,12 +323,6 @@ def test_bands_are_about_equally_wide(kernel: Kernel, column_tiles: int, width_i
     assert band_tiles(kernel, column_tiles, width_in) == expected
 
 
-def test_h_is_read_ahead_where_registers_are_left_for_it() -> None:
-    assert choose_tile("down_proj_dgrad_dact", 1536, 256, 2, GPUS["H200"], "concatenated").load_ahead
-    assert not choose_tile("down_proj_dgrad_dact", 1536, 256, 2, GPUS["H200"], "interleaved").load_ahead
-    assert not choose_tile("down_proj_dgrad_dact", 1536, 256, 2, GPUS["B200"], "concatenated").load_ahead
-
-
 def test_small_widths_and_the_interpreter_take_small_tiles() -> None:
     tile = choose_tile("down_proj", 40, 24, 2, GPUS["H200"])
     assert (tile.block_n, tile.block_k) == (32, 64)

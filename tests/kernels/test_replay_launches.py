@@ -291,12 +291,12 @@ def test_nothing_to_do(name: str) -> None:
         assert (found.events, got) == (expected.events, returned)
 
 
-def lora_args(scale: float = 0.5) -> Args:
+def lora_args() -> Args:
     case, rank = Case("triton"), 8
     x, w1, w2, s, b1, b2, _, _, *tail = case.args("moe")
     shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
     adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
-    return (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", scale, *tail)
+    return (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", 0.5, *tail)
 
 
 def lora_grad_args() -> Args:

@@ -35,7 +35,7 @@ from triton_compile import (
 
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton import host
-from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes, small_m
+from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes
 from tilemoe.kernels.experts.triton.formats.transpose import SLICE
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router.triton import RouterSpec, select_launch
@@ -235,11 +235,6 @@ def test_weights_of_every_layout_are_loaded_ahead_and_wide(
         assert (MATRIX_UNIT[capability] if tile["BLOCK_M"] == 64 else "mma.sync") in ptx
         assert stack_bytes(compiled, tmp_path) <= NO_SPILL
         assert compiled.metadata.shared <= device.shared_bytes // 2, "two programs share a multiprocessor"
-
-
-def test_where_rows_are_few() -> None:
-    assert [small_m(tokens * 8, 128) for tokens in (0, 1, 128, 129, 512, 513)] == [16, 16, 16, 64, 64, None]
-    assert [small_m(tokens * 8, 64) for tokens in (64, 65, 256, 257)] == [16, 64, 64, None]
 
 
 def test_every_tile_for_few_rows_fits_twice() -> None:
