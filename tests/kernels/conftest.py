@@ -32,7 +32,7 @@ def on_hopper() -> None:
 
 
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
+def have_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
     """Called with Triton's version and a compute capability: the GPU that is asked has it."""
 
     def forget() -> None:

@@ -3,7 +3,7 @@
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +33,13 @@ from tilemoe.runtime.device import Device, device_of, has_fast_gemm
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+HaveGpu = Callable[[str, tuple[int, int]], None]
+
+
 @pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def h200(have_gpu: HaveGpu) -> None:
     """The GPU that is asked is an H200."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(device_module, "gpu", lambda index: Device(90, 227 * 1024, 132))
-    choose._known_experts_on.cache_clear()
-    yield
-    choose._known_experts_on.cache_clear()
+    have_gpu(triton.__version__, (9, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -112,10 +110,10 @@ def test_the_hopper_kernels_alone_say_what_they_need(capability: int, monkeypatc
     ],
 )
 def test_capability_10_waits_for_the_triton_that_fences(
-    blackwell: Callable[[str, tuple[int, int]], None], version: str, capability: tuple[int, int], serves_triton: bool
+    have_gpu: HaveGpu, version: str, capability: tuple[int, int], serves_triton: bool
 ) -> None:
     """In one rule for all that is chosen, and for who insists."""
-    blackwell(version, capability)
+    have_gpu(version, capability)
     device, insisting = torch.device("cuda", 0), SimpleNamespace(device=torch.device("cuda", 0))
     choices = (
         select_kernels(device, torch.bfloat16),

@@ -37,6 +37,7 @@ from tilemoe.testing.selftest import problem
 CPU, B200 = torch.device("cpu"), torch.device("cuda", 0)
 KEY = {"gpu": "B200", "driver": "580.1"}
 ENVIRONMENT = dict(os.environ)
+HaveGpu = Callable[[str, tuple[int, int]], None]
 WRONG = "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-re"
 
 
@@ -276,7 +277,7 @@ def selftests(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     ],
 )
 def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
-    blackwell: Callable[[str, tuple[int, int]], None],
+    have_gpu: HaveGpu,
     selftests: list[Verdict],
     version: str,
     setting: str | None,
@@ -286,7 +287,7 @@ def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the portable kernels, or PyTorch, and one warning for all calls, if they were asked for."""
-    blackwell(version, (10, 0))
+    have_gpu(version, (10, 0))
     selftests.append(Verdict(verdict))
     monkeypatch.delenv(selftest.SETTING, raising=False)
     if setting is not None:
@@ -309,9 +310,9 @@ def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
 
 
 def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
-    blackwell: Callable[[str, tuple[int, int]], None], selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
+    have_gpu: HaveGpu, selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blackwell("3.9.0", (10, 0))
+    have_gpu("3.9.0", (10, 0))
     selftests.append(Verdict("it did not end within 600 s and was killed"))
     monkeypatch.setenv(selftest.SETTING, "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -329,10 +330,8 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     assert device_of_kernel("down_proj", rows, plan, 64, 32) is not None  # type: ignore[arg-type]
 
 
-def test_a_setting_that_is_none_is_named(
-    blackwell: Callable[[str, tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blackwell("3.9.0", (10, 0))
+def test_a_setting_that_is_none_is_named(have_gpu: HaveGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpu("3.9.0", (10, 0))
     monkeypatch.setenv(selftest.SETTING, "yes")
     with raises_one_line("TILEMOE_BLACKWELL must be 0, 1 or untested, got 'yes'"):
         choose_experts(B200, torch.bfloat16)
