@@ -16,9 +16,9 @@ from blackwell_emulator import BlackwellEmulator
 from fp8_checks import assert_close, assert_gemms_agree
 from gluon_emulator import Edits, Emulator
 from torch import Tensor
-from triton_checks import Case, assert_kernels_agree
+from triton_checks import LAYOUTS, Case, assert_kernels_agree
 
-from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.config import GATED_ACTIVATIONS
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, LARGEST, ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
@@ -46,22 +46,23 @@ OUTPUTS = {
 }
 
 
-class WithoutBiasGrads(HopperBackend):
-    """The bias gradients are the portable kernels', which other tests have."""
-
-    down_proj_bias_grad = TorchBackend.down_proj_bias_grad
-    up_proj_bias_grad = TorchBackend.up_proj_bias_grad
-
-
-class InFp8WithoutBiasGrads(type(backend_named("hopper_fp8"))):
-    up_proj_bias_grad = TorchBackend.up_proj_bias_grad
+def without_bias_grads(name: str) -> HopperBackend:
+    """The backend of this name; its bias gradients, for which other tests have the portable kernels, are PyTorch's."""
+    methods = {method: getattr(TorchBackend, method) for method in ("down_proj_bias_grad", "up_proj_bias_grad")}
+    kernels: HopperBackend = type("WithoutBiasGrads", (type(backend_named(name)),), methods)()
+    return kernels
 
 
-KERNELS, KERNELS_OF_FP8 = WithoutBiasGrads(), InFp8WithoutBiasGrads()
+KERNELS, KERNELS_OF_FP8 = without_bias_grads("hopper"), without_bias_grads("hopper_fp8")
+KERNELS_OF_BLACKWELL = without_bias_grads("blackwell")
 
 
 def agree_in_16_bits(plan: RoutingPlan, case: Case) -> None:
     assert_kernels_agree(KERNELS, plan, case, TOLERANCE)
+
+
+def agree_on_blackwell(plan: RoutingPlan, case: Case) -> None:
+    assert_kernels_agree(KERNELS_OF_BLACKWELL, plan, case, TOLERANCE)
 
 
 def agree_in_fp8(plan: RoutingPlan, case: Case) -> None:
@@ -80,10 +81,12 @@ def agree_in_fp8(plan: RoutingPlan, case: Case) -> None:
 class Precision(NamedTuple):
     """What its kernels are, how they are compared, and what shows their edges.
 
-    keeps: contractions whose weight stays in shared memory. sizes: d and n of the cases. ends: rows of the experts, and
-    tokens without one, at the ends of blocks and tiles. layouts: bias and stride order of each layout's cases.
+    capability: of the GPU. keeps: contractions whose weight stays in shared memory. sizes: d and n of the cases. ends:
+    rows of the experts, and tokens without one, at the ends of blocks and tiles. layouts: bias and stride order of each
+    layout's cases.
     """
 
+    capability: int
     kernels: HopperBackend
     agree: Callable[[RoutingPlan, Case], None]
     row_gemm: str
@@ -95,9 +98,7 @@ class Precision(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        names = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
-        names += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
-        of_layouts = [(i, layout, self.layouts(i)) for i, layout in enumerate(names)]
+        of_layouts = [(i, layout, self.layouts(i)) for i, layout in enumerate(LAYOUTS)]
         return [
             Case(torch.float16, *layout, bias, transposed, *self.sizes[(i + j * 4 // len(flags)) % 4])
             for i, layout, flags in of_layouts
@@ -114,6 +115,7 @@ GATHERS = frozenset({"up_proj_act_kernel", "gemm_dgrad_dact_kernel"})
 PRECISIONS = {
     # Widths: ragged in both; more steps than the ring has stages, all full; one step, one slice; two tiles of columns.
     "16 bits": Precision(
+        90,
         KERNELS,
         agree_in_16_bits,
         "gemm_rows_kernel",
@@ -128,6 +130,7 @@ PRECISIONS = {
     ),
     # Multiples of 128, not all of 256: half a tile of columns to three; from one step to more than stages.
     "fp8": Precision(
+        90,
         KERNELS_OF_FP8,
         agree_in_fp8,
         "gemm_cooperative_kernel",
@@ -136,6 +139,20 @@ PRECISIONS = {
         ((256, 128), (384, 256), (640, 640), (128, 384)),
         ((63, 64, 65, 0, 7), (0, 129, 1, 3), (192, 0, 128, 2), (193, 1, 0)),
         lambda i: [(False, i % 2 == 0), (True, i % 2 == 1)],
+    ),
+    "blackwell": Precision(
+        100,
+        KERNELS_OF_BLACKWELL,
+        agree_on_blackwell,
+        "gemm_rows_kernel",
+        GATHERS | {"gemm_wgrad_kernel"},
+        lambda contraction: False,
+        ((136, 200), (320, 136), (64, 64), (192, 264)),
+        (
+            (63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (128, 0, 127, 256, 2), (385, 1, 0),
+            (1, 1, 1, 1, 0),
+        ),
+        lambda i: list(product((False, True), repeat=2)),
     ),
 }  # fmt: skip
 

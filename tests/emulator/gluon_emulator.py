@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_values import Buffer, Descriptor, EitherPointer, Int, Pointer, Product, Registers, flat_storage, require
+from gluon_values import Buffer, Descriptor, Int, Pointer, Product, Registers, flat_storage, require
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -173,8 +173,8 @@ class Emulator:
 
     # Global memory by threads
 
-    def load(self, pointer: Pointer | EitherPointer, mask: Any = None, other: Any = 0) -> Any:
-        if isinstance(pointer, Pointer) and pointer.address in self.writers:
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+        if pointer.address in self.writers:
             self._require_no_others(pointer, True if mask is None else mask)
         return pointer.load(mask, other)
 
@@ -381,8 +381,6 @@ def _bound(of_tensors: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tens
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
-    if isinstance(a, Pointer):
-        return EitherPointer(condition, a, b)
     return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
 
 

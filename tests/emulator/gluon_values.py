@@ -219,17 +219,6 @@ class Pointer:
         require(offset.numel() == 0 or int(offset.max()) < self.flat.numel(), "an access past the tensor")
 
 
-class EitherPointer:
-    """A tensor of pointers into two tensors: ``a`` where ``condition`` holds, else ``b``."""
-
-    def __init__(self, condition: Tensor, a: Pointer, b: Pointer) -> None:
-        self.condition, self.a, self.b = condition, a, b
-
-    def load(self, mask: Tensor, other: Any) -> Tensor:
-        of_a, of_b = (p.load(mask & where, other) for p, where in ((self.a, self.condition), (self.b, ~self.condition)))
-        return torch.where(self.condition, of_a, of_b)
-
-
 class Registers(Tensor):
     """A tensor in registers: Gluon's methods where PyTorch's of the same name are others."""
 

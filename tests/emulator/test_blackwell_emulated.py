@@ -1,4 +1,5 @@
-"""The Blackwell kernels' numbers and protocols without a GPU: their sources in an emulator of Gluon (README.md).
+"""The Blackwell kernels' protocols without a GPU, and their numbers for drawn routings: their sources in an emulator of
+Gluon (README.md). Their numbers otherwise: test_hopper_emulated.py.
 
 T tokens · d hidden_size · n intermediate_size
 """
@@ -13,6 +14,7 @@ import torch
 from blackwell_emulator import BlackwellEmulator
 from blackwell_faults import GROUPS
 from emulated_layer import (
+    PRECISIONS,
     TOLERANCE,
     Recorded,
     emulated,
@@ -23,60 +25,17 @@ from emulated_layer import (
     with_outputs,
 )
 from gluon_emulator import Edits
-from triton_checks import Case, assert_added_exactly, assert_kernels_agree, every_third
+from triton_checks import Case
 
-from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.blackwell import host
-from tilemoe.kernels.experts.blackwell.backend import BlackwellBackend
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs
-from tilemoe.testing import hostile_routings
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
-FP16 = torch.float16  # the emulator's, for both types of 16 bits
-ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
-KERNELS_OF_A_LAYER = {"up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel", "gemm_wgrad_kernel"}
-# Ragged in both; more steps than the ring has stages, all full; one step, one slice; two tiles of columns.
-ENDS = ((63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (128, 0, 127, 256, 2), (385, 1, 0), (1, 1, 1, 1, 0))
-SIZES = ((136, 200), (320, 136), (64, 64), (192, 264))
-
-
-class WithoutBiasGrads(BlackwellBackend):
-    """The bias gradients are the portable kernels', which other tests have."""
-
-    down_proj_bias_grad = TorchBackend.down_proj_bias_grad
-    up_proj_bias_grad = TorchBackend.up_proj_bias_grad
-
-
-KERNELS = WithoutBiasGrads()
-
-
-def cases() -> list[Case]:
-    names = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
-    names += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
-    flags = list(product((False, True), repeat=2))
-    return [
-        Case(FP16, *layout, bias, transposed, *SIZES[(i + j) % 4])
-        for i, layout in enumerate(names)
-        for j, (bias, transposed) in enumerate(flags)
-    ]
-
-
-CASES = cases()
-
-
-def agree(plan: RoutingPlan, case: Case, ctas: int, seed: int, late: float = 0.9) -> None:
-    with emulated(ctas, seed, late, capability=100) as launches:
-        assert_kernels_agree(KERNELS, plan, case, TOLERANCE)
-    assert gluon_kernels(launches) == (KERNELS_OF_A_LAYER if plan.capacity else set())
-
-
-@pytest.mark.parametrize("name", every_third(ROUTINGS))
-def test_hostile_routings(name: str) -> None:
-    index = list(ROUTINGS).index(name)
-    agree(ROUTINGS[name], CASES[7 * index % len(CASES)], 1 + index % 3, index, (0.3, 0.9, 1.0)[index // 3 % 3])
+BLACKWELL = PRECISIONS["blackwell"]
+CASES = BLACKWELL.cases
 
 
 WIDTHS = (64, 72, 120, 128, 136, 184, 256, 264, 328)
@@ -105,26 +64,10 @@ def test_drawn_routings(part: int, count: int) -> None:
     draw = random.Random(part)
     for _ in range(count):
         case = replace(draw.choice(CASES), hidden_size=draw.choice(WIDTHS), intermediate_size=draw.choice(WIDTHS))
-        agree(draw_routing(draw), case, draw.randint(1, 4), draw.randrange(1 << 30), draw.choice((0.3, 0.9, 1.0)))
-
-
-EACH_LAYOUT_ONCE = [
-    pytest.param(index, id=str(case), marks=() if index % 4 == index // 4 % 4 else pytest.mark.thorough)
-    for index, case in enumerate(CASES)
-]
-
-
-@pytest.mark.parametrize("index", EACH_LAYOUT_ONCE)
-def test_every_layout_bias_and_activation(index: int) -> None:
-    agree(plan_of(*ENDS[index % len(ENDS)]), CASES[index], 1 + index % 3, index)
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_weight_gradients_are_added_exactly(transposed: bool) -> None:
-    case = Case(FP16, transposed=transposed, hidden_size=136, intermediate_size=264)
-    with emulated(ctas=3, capability=100) as launches:
-        assert_added_exactly(KERNELS, plan_of(65, 0, 130, 40), case)
-    assert gluon_kernels(launches) == {"gemm_wgrad_kernel"}
+        plan, ctas, seed = draw_routing(draw), draw.randint(1, 4), draw.randrange(1 << 30)
+        with emulated(ctas, seed, draw.choice((0.3, 0.9, 1.0)), capability=100) as launches:
+            BLACKWELL.agree(plan, case)
+        assert gluon_kernels(launches) == (BLACKWELL.kernels_of(case) if plan.capacity else set())
 
 
 @pytest.mark.parametrize("column_major", [False, True])
@@ -132,7 +75,7 @@ def test_rows_that_tma_cannot_describe_come_by_cp_async(column_major: bool) -> N
     plan = plan_of(130, 0, 64, 194, 1, 5)
     do, a = torch.randn(136).half().expand(plan.num_tokens, 136), torch.randn(plan.capacity, 264).half()
     with emulated(seed=1, capability=100) as launches:
-        found = KERNELS.down_proj_wgrad(do, a, plan, column_major)
+        found = BLACKWELL.kernels.down_proj_wgrad(do, a, plan, column_major)
     assert launches[0].constants["ACCESS"] == "copy"
     exact = TorchBackend().down_proj_wgrad(do.double(), a.double(), plan)
     assert float((found.double() - exact).norm()) <= TOLERANCE * float(exact.norm())
@@ -147,7 +90,7 @@ def recorded(case: Case, copies: bool) -> dict[str, Recorded]:
     with pytest.MonkeyPatch.context() as patch, emulated(ctas=1, capability=100) as launches:
         if copies:
             patch.setattr(host, "gathered", lambda source, device: (source, "copy"))
-        assert_kernels_agree(KERNELS, plan_of(130, 0, 64, 194, 5), case, TOLERANCE)
+        BLACKWELL.agree(plan_of(130, 0, 64, 194, 5), case)
     return {name_of(launch): (launch, outputs) for launch, outputs in reversed(with_outputs(launches))}
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import interpreter
 import pytest
@@ -9,6 +10,7 @@ import torch
 import triton
 
 from tilemoe.kernels import choose
+from tilemoe.ops.moe import moe
 from tilemoe.runtime import device as device_module
 from tilemoe.runtime.device import Device
 
@@ -16,8 +18,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.improve()
 
 
+@pytest.fixture(params=[False, True], ids=["eager", "torch.compile"])
+def function(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """The operator of the experts, eager or compiled in one graph."""
+    return torch.compile(moe, backend="aot_eager", fullgraph=True) if request.param else moe
+
+
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
+def on_hopper() -> None:
+    """The test's kernels run on one architecture; elsewhere `select_kernels` is tested not to choose them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for compute capability 9.0")
+
+
+@pytest.fixture
+def have_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
     """Called with Triton's version and a compute capability: the GPU that is asked has it."""
 
     def forget() -> None:

@@ -12,58 +12,30 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 from triton_compile import (
     NVIDIA,
+    Cell,
     assert_threads_meet_before_tma_stores,
     bytes_of_copies,
+    cells_with_activation,
     compile_launch,
     count_loads_of_two_bytes,
-    make_operands,
-    recorded_launches,
+    in_order,
+    launch_of_cell,
     stack_bytes,
 )
 
-from tilemoe.activations import REGISTRY
 from tilemoe.kernels.experts.blackwell.backend import BlackwellBackend
 from tilemoe.kernels.experts.blackwell.configs import EPILOGUE_WARPS, SHARED_BYTES, TMEM_COLUMNS
 from tilemoe.kernels.experts.hopper.backend import DTYPES
 from tilemoe.kernels.experts.triton.configs import KERNELS, WITH_ACTIVATION, Kernel
-from tilemoe.runtime.launch import Launch
 
-B200 = NVIDIA[100]
 BF16, FP16 = DTYPES
 IDLE = 24  # registers per thread of the other warps before the roles part
 OF_ROWS: tuple[Kernel, ...] = ("down_proj", "up_proj_dgrad")
-
-
-class Cell(NamedTuple):
-    """gate_up: "none" without a gate. transposed: the weights' other stride order. widths: d and n.
-
-    described: whether TMA can describe the rows to gather. adds: a weight gradient is accumulated.
-    """
-
-    kernel: Kernel
-    activation: str = "swiglu"
-    gate_up: str = "concatenated"
-    transposed: bool = False
-    bias: bool = False
-    dtype: torch.dtype = BF16
-    widths: tuple[int, int] = (1536, 256)
-    described: bool = True
-    adds: bool = False
-
-    @property
-    def name(self) -> str:
-        flags = [name for name in ("transposed", "bias", "adds") if getattr(self, name)]
-        access = [] if self.described else ["copies"]
-        return "-".join(
-            [self.kernel, self.activation, self.gate_up, *flags, *access, str(self.dtype)[6:], *map(str, self.widths)]
-        )
-
 
 RAGGED = (200, 136)
 SIZES = ((BF16, (1536, 256)), (FP16, RAGGED))
@@ -79,11 +51,10 @@ SELECTION = [
 def every_cell() -> list[Cell]:
     """Of all activations of the registry and all dtypes of the backend."""
     found = [
-        Cell(kernel, activation, gate_up, transposed, bias, dtype, widths)
-        for (dtype, widths), kernel, (activation, entry) in product(SIZES, WITH_ACTIVATION, REGISTRY.items())
-        for gate_up in (("concatenated", "interleaved") if entry.is_gated else ("none",))
-        for transposed, bias in product((False, True), repeat=2)
-        if not (bias and kernel == "down_proj_dgrad_dact")  # which another kernel adds
+        cell
+        for dtype, widths in SIZES
+        for cell in cells_with_activation(dtype, widths)
+        if not (cell.bias and cell.kernel == "down_proj_dgrad_dact")  # which another kernel adds
     ]
     found += [
         Cell(kernel, transposed=transposed, bias=bias, dtype=dtype, widths=widths)
@@ -101,31 +72,6 @@ def every_cell() -> list[Cell]:
         Cell(kernel, activation, transposed=transposed, described=False)
         for kernel, activation, transposed in product(WITH_ACTIVATION, ("swiglu", "swiglu_oai"), (False, True))
     ]
-
-
-def launch_of_cell(cell: Cell) -> Launch:
-    """What the backend launches for it on a B200, in a training."""
-    gate_up = "concatenated" if cell.gate_up == "none" else cell.gate_up
-    layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": cell.widths, "dtype": cell.dtype}
-    of, backend = make_operands(cell.activation, gate_up, **layout), BlackwellBackend()
-    gathered = of.x if cell.described else of.x[:1].expand(of.x.shape)  # all rows are one
-    with recorded_launches(B200) as launches:
-        if cell.kernel == "up_proj_act":
-            backend.up_proj_act(gathered, of.w1, of.b1, of.plan, of.spec)
-        elif cell.kernel == "down_proj_dgrad_dact":
-            backend.down_proj_dgrad_dact(gathered, of.w2, of.b2, of.h, of.s, of.plan, of.spec)
-        elif cell.kernel == "down_proj":
-            backend.down_proj(of.a, of.w2, of.b2, of.plan)
-        elif cell.kernel == "up_proj_dgrad":
-            backend.up_proj_dgrad(of.h, of.w1, of.plan)
-        elif cell.kernel == "down_proj_wgrad":
-            out = of.w2.float() if cell.adds else None
-            backend.down_proj_wgrad(gathered, of.a, of.plan, cell.transposed, out)
-        else:
-            out = of.w1.float() if cell.adds else None
-            backend.up_proj_wgrad(gathered, of.h, of.plan, cell.transposed, out)
-    (found,) = [launch for launch in launches if launch.kernel.is_gluon()]
-    return found
 
 
 def assert_fits(compiled: Any, folder: Path) -> None:
@@ -152,12 +98,8 @@ def assert_protocol(ptx: str) -> None:
     there is behind the barriers' initialisation.
     """
     assert_threads_meet_before_tma_stores(ptx, at_least=1)  # of a loop over slices
-    names = (
-        r"tcgen05\.ld|tcgen05\.wait::ld|bar\.sync|mbarrier\.arrive\.shared|cp\.async\.wait_group|fence\.proxy\.async"
-    )
-    letters = {"tcgen05.ld": "l", "tcgen05.wait::ld": "w", "bar.sync": "|", "mbarrier.arrive.shared": "a"}
-    letters |= {"cp.async.wait_group": "g", "fence.proxy.async": "f"}
-    order = "".join(letters[name] for name in re.findall(names, ptx))
+    letters = {r"tcgen05\.ld": "l", r"tcgen05\.wait::ld": "w", r"bar\.sync": "|", r"mbarrier\.arrive\.shared": "a"}
+    order = in_order(ptx, letters | {r"cp\.async\.wait_group": "g", r"fence\.proxy\.async": "f"})
     assert {"l", "w", "|", "a"} <= set(order)
     assert re.search(r"l[^w]*a", order) is None, "an arrival with a load in flight"
     assert re.search(r"w[^|]*a", order) is None, "an arrival that the warps do not meet before"
@@ -176,7 +118,9 @@ def assert_protocol(ptx: str) -> None:
     ],
 )
 def test_cell(cell: Cell, tmp_path: Path) -> None:
-    compiled = compile_launch(launch_of_cell(cell), 100)
+    launch = launch_of_cell(cell, BlackwellBackend(), NVIDIA[100])
+    assert launch is not None, "a portable kernel serves it"
+    compiled = compile_launch(launch, 100)
     ptx, gathers = str(compiled.asm["ptx"]), cell.kernel not in OF_ROWS
     assert "tcgen05.mma.cta_group::1.kind::f16" in ptx
     assert ("tile::gather4" in ptx) == (gathers and cell.described)

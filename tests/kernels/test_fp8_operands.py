@@ -46,8 +46,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 Launched = list[tuple[str, int]]
 
 
-def a_weight(requires_grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
-    return nn.Parameter(torch.randn(2, 128, 256, dtype=dtype), requires_grad)
+def a_weight(dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.randn(2, 128, 256, dtype=dtype))
 
 
 def is_same(left: Operand, right: Operand) -> bool:
@@ -81,40 +81,39 @@ def test_what_a_compiling_call_makes_is_not_kept(launched: Launched, monkeypatch
     assert launched == [("rows", 2)] * 2 + [("rows", 1)] * 2
 
 
-def test_an_update_in_place_renews_all(launched: Launched) -> None:
-    weight = a_weight()
-    before = [row_weight(weight, 1), row_weight(weight, 2), block_weight(weight)]
+def in_place(weight: nn.Parameter) -> None:
     with torch.no_grad():
         weight.mul_(-2)
-    after = [row_weight(weight, 1), row_weight(weight, 2), block_weight(weight)]
-    assert len(launched) == 6
-    for old, new in zip(before, after, strict=True):
-        assert_equal(new.dense(torch.float32), -2 * old.dense(torch.float32))
 
 
-def test_an_optimiser_step_renews(launched: Launched) -> None:
-    weight = a_weight()
-    before = row_weight(weight, 2)
-    data = weakref.ref(before.data)
+def by_an_optimiser(weight: nn.Parameter) -> None:
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0).step()
-    assert_equal(row_weight(weight, 2).data.float(), quantize(weight.detach(), (1, 256)).data.float())
-    assert not is_same(row_weight(weight, 2), before)
-    assert len(launched) == 2
-    del before
-    gc.collect()
-    assert data() is None, "a renewal frees what was kept"
 
 
-def test_other_memory_renews(launched: Launched) -> None:
+def other_memory(weight: nn.Parameter) -> None:
     """`.data = ` leaves the version counter, not the address."""
-    weight = a_weight()
-    row_weight(weight, 2)
     version = weight._version
     weight.data = torch.randn_like(weight)
     assert weight._version == version
-    assert_equal(row_weight(weight, 2).data.float(), quantize(weight.detach(), (1, 256)).data.float())
-    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("change", [in_place, by_an_optimiser, other_memory])
+def test_a_change_renews_all_and_frees_what_was_kept(
+    change: Callable[[nn.Parameter], None], launched: Launched
+) -> None:
+    weight = a_weight()
+    before = [weakref.ref(each.data) for each in (row_weight(weight, 1), row_weight(weight, 2), block_weight(weight))]
+    change(weight)
+    for found, block in (
+        (row_weight(weight, 1), (128, 1)),
+        (row_weight(weight, 2), (1, 256)),
+        (block_weight(weight), WEIGHTS),
+    ):
+        assert_equal(found.dense(torch.float32), quantize(weight.detach(), block).dense(torch.float32))
+    assert len(launched) == 6
+    gc.collect()
+    assert all(data() is None for data in before)
 
 
 def test_another_stream_does_not_read_what_one_is_making(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from triton_checks import (
     assert_inference_agrees,
     assert_kernels_agree,
     choose_bands,
+    interpret,
     random_ids,
     random_plan,
     turn,
@@ -45,7 +46,6 @@ from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
 from tilemoe.testing import (
     assert_equal,
@@ -89,9 +89,7 @@ def venue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ve
         if MAJOR.get(request.param, major) != major:
             pytest.skip(f"these kernels are for compute capability {MAJOR[request.param]}.x")
         return Venue(backend_named(request.param), CASES[request.param])
-    device = Device(ACCESSES[request.param], shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
-    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
-    monkeypatch.setattr(triton_backend, "small_m", lambda rows, experts: None)  # its kernels have tests of their own
+    interpret(monkeypatch, ACCESSES[request.param])
     cases, first = CASES["interpreted"], list(ACCESSES)[::-1].index(request.param)
     return Venue(TritonBackend(), cases[first:] + cases[:first])
 

@@ -11,44 +11,31 @@ import pytest
 import torch
 from fp8_checks import assert_columns_agree, assert_gemms_agree, assert_wgrads_agree
 from torch import Tensor
-from triton_checks import Case
+from triton_checks import LAYOUTS, Case
 
 import tilemoe
 from tilemoe import reference
-from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "on_hopper")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LIMITS = {BF16: 3e-3, FP16: 1e-3}
 LIMIT_OF_17408 = 4.5e-3  # a contraction that long: 4.0e-3 measured, the output's rounding 1.7e-3 of it
-LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
-LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
 T, D, N, E, K = 777, 512, 384, 8, 2
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(poisoned_memory: None) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels are for compute capability 9.0")
-
-
-def make_layer(kernels: str | None = None, **options: Any) -> tilemoe.MoE:
+def make_layer(kernels: str | None = None, d: int = D, n: int = N, **options: Any) -> tilemoe.MoE:
     torch.manual_seed(0)
-    cfg = tilemoe.MoEConfig(D, N, E, K, **{"precision": "fp8", **options})
+    cfg = tilemoe.MoEConfig(d, n, E, K, **{"precision": "fp8", **options})
     return tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels)
 
 
-def ours_and_torchs(cfg: tilemoe.MoEConfig) -> list[tilemoe.MoE]:
+def ours_and_torchs(d: int, n: int, **options: Any) -> list[tilemoe.MoE]:
     """Two layers of equal weights: on these kernels, and on the torch backend of the same precision."""
-    layers = []
-    for kernels in (None, "torch_fp8"):
-        torch.manual_seed(0)
-        layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
-    return layers
+    return [make_layer(kernels, d, n, **options) for kernels in (None, "torch_fp8")]
 
 
 def step(layer: tilemoe.MoE, x: Tensor, do: Tensor | None = None) -> list[Tensor]:
@@ -99,9 +86,8 @@ def test_wide_weight_gradients(all_wgrads_in_fp8: None, dtype: torch.dtype, colu
 
 def test_a_wide_layer() -> None:
     """Both weight gradients in FP8, in two slices of d."""
-    cfg = tilemoe.MoEConfig(2304, 2048, E, K, precision="fp8", expert_bias=True)
-    layers = ours_and_torchs(cfg)
-    x, do = torch.randn(2, T, cfg.hidden_size, device="cuda", dtype=BF16)
+    layers = ours_and_torchs(2304, 2048, expert_bias=True)
+    x, do = torch.randn(2, T, 2304, device="cuda", dtype=BF16)
     do *= torch.rand(T, 1, device="cuda", dtype=BF16)  # scales of tokens differ
     for value, right in zip(*(step(layer, x, do) for layer in layers), strict=True):
         assert relative_error(value, right) < 0.02
@@ -126,8 +112,7 @@ def test_long_sums_of_products_with_a_mean() -> None:
 def test_wide_layers_of_different_slices_accumulate() -> None:
     """Gradients are added to once per call, also while launches are compiled and recorded: d is one slice or two."""
     for d in (4096, 3072, 2048):
-        cfg = tilemoe.MoEConfig(d, 1024, E, K, precision="fp8")
-        layers = ours_and_torchs(cfg)
+        layers = ours_and_torchs(d, 1024)
         for layer in layers:
             tilemoe.accumulate_grads(layer)
         for count in range(1, 5):

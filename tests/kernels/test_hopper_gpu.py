@@ -7,15 +7,9 @@ from unittest import mock
 import pytest
 import torch
 from gpu_layers import never_repeated
-from triton_checks import (
-    CASES,
-    TOLERANCE,
-    Case,
-    assert_kernels_agree,
-    random_plan,
-)
+from triton_checks import CASES, LAYOUTS, TOLERANCE, Case, assert_kernels_agree, random_plan
 
-from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.config import GATED_ACTIVATIONS
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW
 from tilemoe.kernels.experts.triton.backend import TritonBackend
@@ -33,19 +27,7 @@ def kernels_of(n: int, w: int) -> set[str]:
     return OTHERS | {"gemm_stationary_kernel" if p <= 256 else "gemm_rows_kernel" for p in (n, w)}
 
 
-# An ungated activation has no gate to interleave.
-LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
-LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(poisoned_memory: None) -> None:
-    """The kernels of this file run on one architecture; elsewhere `select_kernels` is tested not to choose them."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels are for compute capability 9.0")
-
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "on_hopper")]
 
 
 @contextmanager

@@ -77,16 +77,6 @@ def test_largest_of_a_block_is_kept() -> None:
     assert found.dense(torch.float32).isfinite().all()
 
 
-def test_a_weight_and_its_transpose_share_their_scales() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(3, 256, 384)
-    one, other = quantize(weight, WEIGHTS), quantize(weight.transpose(1, 2), WEIGHTS)
-    assert one.scale is not None
-    assert other.scale is not None
-    assert torch.equal(one.scale.transpose(1, 2), other.scale)
-    assert torch.equal(one.data.float().transpose(1, 2), other.data.float())
-
-
 def rows_of_every_largest(dtype: torch.dtype, sample: int) -> Tensor:
     """A row of 128 for each finite magnitude of a 16-bit dtype, none of its values larger."""
     bits = torch.arange(1 << 15, dtype=torch.int16)

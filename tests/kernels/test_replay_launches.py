@@ -30,7 +30,7 @@ from replay_cases import (
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaLauncher
 
-from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder, RowPacking
+from tilemoe.kernels.choose import Choice, PlanBuilder
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.kernels.experts.registry import backend_named
@@ -141,18 +141,18 @@ def test_encoded_descriptors_are_forgotten_when_there_are_many(monkeypatch: pyte
     assert all(1 <= len(each._known) <= 2 for each in encoded)
 
 
-def select_grad_args(balance: bool, z: bool, spread: bool = False, mode: str = "softmax") -> Args:
-    d_sums = torch.zeros(1).expand(8) if spread else torch.zeros(8)
-    spec = (2, mode, True, 1.0, 1, 1, balance, z)
-    logits, _, mask, *_ = select_args(mask=z)
-    d_scores = torch.zeros(2, 40).t() if spread else torch.zeros(40, 2)
-    ids = torch.arange(2, dtype=torch.int32).repeat(40, 1)
-    return (logits, ids, mask, d_scores, d_sums if balance else None, torch.zeros(()) if z else None, *spec)
+def select_grad_args(with_all: bool) -> Args:
+    """With all: gradients of both sums, of strides that are copied, a mask and the other softmax."""
+    spec = (2, "late softmax" if with_all else "softmax", True, 1.0, 1, 1, with_all, with_all)
+    logits, _, mask, *_ = select_args(mask=with_all)
+    d_scores = torch.zeros(2, 40).t() if with_all else torch.zeros(40, 2)
+    sums = (torch.zeros(1).expand(8), torch.zeros(())) if with_all else (None, None)
+    return (logits, torch.arange(2, dtype=torch.int32).repeat(40, 1), mask, d_scores, *sums, *spec)
 
 
-def sigmoid_args(balance: bool, z: bool, with_operands: bool, transposed: bool) -> Args:
-    spec = (2, "sigmoid", True, 2.5, 1, 1, balance, z)
-    return select_args(spec=spec, bias=with_operands, mask=with_operands, transposed=transposed)
+def sigmoid_args(with_all: bool) -> Args:
+    spec = (2, "sigmoid", True, 2.5, 1, 1, with_all, with_all)
+    return select_args(spec=spec, bias=with_all, mask=with_all, transposed=with_all)
 
 
 def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
@@ -224,27 +224,19 @@ def to_sums() -> Args:
 
 # An operator, its launches in one call (None: however many), and what makes its operands.
 OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] = {
-    "select": (router._select, None, partial(sigmoid_args, False, False, False, False)),
-    "select, balance": (router._select, None, partial(sigmoid_args, True, False, True, False)),
-    "select, z": (router._select, None, partial(sigmoid_args, False, True, False, True)),
-    "select, all": (router._select, None, partial(sigmoid_args, True, True, True, True)),
-    "select grad": (router._select_grad, None, partial(select_grad_args, False, False)),
-    "select grad, balance": (router._select_grad, None, partial(select_grad_args, True, False, True)),
-    "select grad, all": (router._select_grad, None, partial(select_grad_args, True, True, True, "late softmax")),
-    "select grad, late": (router._select_grad, None, partial(select_grad_args, False, False, False, "late softmax")),
+    "select": (router._select, None, partial(sigmoid_args, False)),
+    "select, all": (router._select, None, partial(sigmoid_args, True)),
+    "select grad": (router._select_grad, None, partial(select_grad_args, False)),
+    "select grad, all": (router._select_grad, None, partial(select_grad_args, True)),
     "the router's logits in any batch": (router._invariant_logits, 1, lambda: (rows_of(TOKENS), rows_of(8))),
     "the router's share of dx": (router._input_grad, 1, partial(input_grad_args, 40)),
     "the router's share of dx, one token": (router._input_grad, 1, partial(input_grad_args, 1)),
     "rounding": (rounding._rounded_scores, 6, partial(rounding_args, "nearest", "softmax", False)),
     "rounding, draws": (rounding._rounded_scores, 8, partial(rounding_args, "nearest_score", "late softmax", True)),
-    "rounding, balance": (rounding._rounded_scores, 6, partial(rounding_args, "balance", "sigmoid", True)),
     "rounding grad": (rounding._rounded_scores_grad, None, partial(rounding_grad_args, "softmax", False)),
-    "rounding grad, late": (rounding._rounded_scores_grad, None, partial(rounding_grad_args, "late softmax", True)),
     "rounding grad, sigmoid": (rounding._rounded_scores_grad, None, partial(rounding_grad_args, "sigmoid", True)),
     "plan": (count_sort, None, lambda: (indices(300, 3)[:, :2], 8)),
-    "plan, int64": (count_sort, None, lambda: (indices(300, 2).long(), 8)),
     "small plan": (plan_small.count_sort_small, None, lambda: (indices(300, 2), 8)),
-    "small plan, int64": (plan_small.count_sort_small, None, lambda: (indices(300, 3).long()[:, :2], 8)),
     "to the experts": (window._to_experts, 11, partial(to_experts_args, False, False, "bf16")),
     "to the experts, pairs": (window._to_experts, 11, partial(to_experts_args, True, True, "bf16")),
     "to the experts, packed": (window._to_experts, 13, partial(to_experts_args, False, False, "fp8")),
@@ -260,11 +252,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
         lambda: (rows_of(RANKS * TOKENS), None, *places(), "bf16", a_window()),
     ),
     "from the experts, in place": (window._from_experts, 2, results_in_the_window),
-    "gradients home, in place": (
-        window._from_experts,
-        3,
-        lambda: results_in_the_window(torch.zeros(3 * TOKENS)),
-    ),
+    "gradients home, in place": (window._from_experts, 3, lambda: results_in_the_window(torch.zeros(3 * TOKENS))),
     "experts whose sums have memory": (library.moe_forward, None, to_sums),
     "gradients home": (
         window._from_experts,
@@ -276,11 +264,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = (by_triton.count_sent, by_triton.place_sent, by_triton.plan_received)
-    kernels = Choice("triton", ExpertParallelKernels(*steps), "")
-    monkeypatch.setattr(window, "choose_expert_parallel", lambda *args: kernels)
-    packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
-    monkeypatch.setattr(window, "choose_packing", lambda *args: packing)
+    for name, module in (("choose_expert_parallel", by_triton), ("choose_packing", packed)):
+        monkeypatch.setattr(window, name, lambda *args, it=module: Choice("triton", it, ""))
     for why in ("why_not_triton", "why_no_triton"):
         monkeypatch.setattr(router, why, lambda *args: None)
 
@@ -306,12 +291,12 @@ def test_nothing_to_do(name: str) -> None:
         assert (found.events, got) == (expected.events, returned)
 
 
-def lora_args(scale: float = 0.5) -> Args:
+def lora_args() -> Args:
     case, rank = Case("triton"), 8
     x, w1, w2, s, b1, b2, _, _, *tail = case.args("moe")
     shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
     adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
-    return (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", scale, *tail)
+    return (x, w1, w2, s, *adapters, b1, b2, None, None, None, None, "dense dense", 0.5, *tail)
 
 
 def lora_grad_args() -> Args:
@@ -389,19 +374,6 @@ def test_slices_are_given_back_in_turn(keep_h: bool, monkeypatch: pytest.MonkeyP
     for number, later in pairwise(of_slice):
         assert number not in repeated.alive[later], "one slice of y at a time"
     assert_repeated(library.up_proj_input_grad.run, lambda: case.args("up_proj_input_grad"))
-
-
-def test_a_is_gone_before_the_output_is_made() -> None:
-    """Where there is one slice; as `tilemoe.kernels.experts.memory` counts it."""
-    case = Case()
-    moe = assert_repeated(library.moe_forward, lambda: case.args("moe"))
-    repeated, (o, _) = watch(moe, case.args("moe"))
-    output = o[0][0]
-    sizes = {number: repeated.bytes[number] for number in repeated.alive[output]}
-    rows = case.tokens * case.k
-    assert rows * case.d * 2 in sizes.values(), "y"
-    assert rows * 2 * case.n * 2 in sizes.values(), "h"
-    assert rows * case.n * 2 not in sizes.values(), "a"
 
 
 def test_operands_cut_from_one_buffer() -> None:

@@ -91,51 +91,32 @@ def test_how_fp32_is_multiplied_is_not_remembered(monkeypatch: pytest.MonkeyPatc
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def test_what_cannot_be_repeated_is_never_recorded() -> None:
-    def to_an_operand(x: Tensor) -> Tensor:
-        return x.add_(1).mul(2)
+CONSTANT = torch.zeros(4, 4)
+UNREPEATABLE: dict[str, Callable[[Tensor], Any]] = {
+    "in place, an operand": lambda x: x.add_(1).mul(2),
+    "to another": lambda x: torch.mul(x, 2, out=x.new_empty(x.shape)),
+    "of other bits": lambda x: x.view(torch.int32) + 1,
+    "of a list": lambda x: torch.stack([x, x]),
+    "read back": lambda x: x.new_empty(int(x.sum()) + 2),
+    "several": lambda x: x.sort(),
+    "a part": lambda x: x[1:],
+    "of a tensor that is no operand": lambda x: x + CONSTANT,
+    "of a shape that values decide": lambda x: (x.nonzero(), x.new_zeros(x.nonzero().shape[0])),
+    "elsewhere": lambda x: (torch.empty(3, device="meta"), x.new_zeros(x.shape))[1],
+}
 
-    def to_another(x: Tensor) -> Tensor:
-        return torch.mul(x, 2, out=x.new_empty(x.shape))
 
-    def of_other_bits(x: Tensor) -> Tensor:
-        return x.view(torch.int32) + 1
-
-    def of_a_list(x: Tensor) -> Tensor:
-        return torch.stack([x, x])
-
-    def read_back(x: Tensor) -> Tensor:
-        return x.new_empty(int(x.sum()) + 2)
-
-    def several(x: Tensor) -> tuple[Tensor, ...]:
-        return x.sort()
-
-    def a_part(x: Tensor) -> Tensor:
-        return x[1:]
-
-    constant = torch.zeros(4, 4)
-
-    def of_another(x: Tensor) -> Tensor:
-        return x + constant
-
-    def of_a_shape_that_values_decide(x: Tensor) -> tuple[Tensor, Tensor]:
-        found = x.nonzero()
-        return found, x.new_zeros(found.shape[0])
-
-    def elsewhere(x: Tensor) -> Tensor:
-        torch.empty(3, device="meta")
-        return x.new_zeros(x.shape)
-
-    runs = (to_an_operand, to_another, of_other_bits, of_a_list, read_back, several, a_part, of_another, elsewhere)
-    for run in (*runs, of_a_shape_that_values_decide):
-        operator = repeating(run)
-        for index in range(4):
-            x = torch.full((4, 4), float(index))
-            expected, found = run(x.clone()), operator(x)
-            if run is not read_back:
-                assert_equal(expected, found, run)
-            assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
-        assert recordings(operator) == [None], run
+@pytest.mark.parametrize("name", UNREPEATABLE)
+def test_what_cannot_be_repeated_is_never_recorded(name: str) -> None:
+    run = UNREPEATABLE[name]
+    operator = repeating(run)
+    for index in range(4):
+        x = torch.full((4, 4), float(index))
+        expected, found = run(x.clone()), operator(x)
+        if name != "read back":
+            assert_equal(expected, found)
+        assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
+    assert recordings(operator) == [None]
 
 
 def test_views_and_changes_in_place_are_repeated() -> None:

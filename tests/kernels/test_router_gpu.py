@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from triton_checks import normal
 
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.layers.router import Router
@@ -23,10 +24,6 @@ CFG = MoEConfig(256, 64, 56, 6)
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
-
-
 def make(cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat16) -> Router:
     torch.manual_seed(0)
     router = Router(cfg, device="cuda", dtype=dtype)
@@ -37,7 +34,7 @@ def make(cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat16) -> Router:
 
 
 def inputs(tokens: int, cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return random(tokens, cfg.hidden_size, seed=tokens).to(dtype).requires_grad_()
+    return normal(tokens, cfg.hidden_size, seed=tokens).to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,7 +50,7 @@ def test_logits_have_the_quality_of_fp32(experts: int, dtype: torch.dtype) -> No
     assert logits.dtype == torch.float32
     # The matrix units add in fp32, but not with its rounding: 1.5e-6 was seen. In bf16 it would be 1.7e-3.
     assert relative_error(logits.detach(), exact.detach()) < 4e-6
-    d_logits = random(3000, experts)
+    d_logits = normal(3000, experts)
     plain = torch.autograd.grad(torch.nn.functional.linear(*leaves).float(), leaves, d_logits)
     wanted = torch.autograd.grad(exact, exact_leaves, d_logits.double())
     for got, other, want in zip(torch.autograd.grad(logits, leaves, d_logits), plain, wanted, strict=True):
@@ -77,7 +74,7 @@ def test_logits_under_autocast_are_the_same_bits(dtype: torch.dtype) -> None:
     router = make(dtype=dtype)
     x = inputs(300, dtype=dtype)
     expected = router(x).logits
-    d_logits = random(300, 56)
+    d_logits = normal(300, 56)
     grads = torch.autograd.grad(expected, [x, router.weight], d_logits)
     for other in DTYPES:
         with torch.autocast("cuda", other):
@@ -93,7 +90,7 @@ def test_both_uses_of_x_reach_its_gradient(used: str, dtype: torch.dtype) -> Non
     router = make(dtype=dtype)
     x = inputs(301, dtype=dtype)
     logits, handed_on = router(x)
-    outputs = {"logits": (logits, random(301, 56)), "handed on": (handed_on, random(301, 256, seed=2).to(dtype))}
+    outputs = {"logits": (logits, normal(301, 56)), "handed on": (handed_on, normal(301, 256, seed=2).to(dtype))}
     chosen = [pair for name, pair in outputs.items() if used in (name, "both")]
     tensors, grads = zip(*chosen, strict=True)
     (dx,) = torch.autograd.grad(tensors, [x], grads)
@@ -112,9 +109,9 @@ def test_gradients_that_were_given_are_left_as_they_are() -> None:
     logits, handed_on = router(x)
     kept: list[Tensor] = []
     handed_on.register_hook(kept.append)
-    given = random(301, 256, seed=2).bfloat16()
-    torch.autograd.grad((logits, handed_on), [x], (random(301, 56), given))
-    assert torch.equal(kept[0], random(301, 256, seed=2).bfloat16())
+    given = normal(301, 256, seed=2).bfloat16()
+    torch.autograd.grad((logits, handed_on), [x], (normal(301, 56), given))
+    assert torch.equal(kept[0], normal(301, 256, seed=2).bfloat16())
 
 
 def test_of_an_input_without_gradient_the_experts_make_none() -> None:

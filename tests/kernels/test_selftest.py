@@ -37,6 +37,8 @@ from tilemoe.testing.selftest import problem
 CPU, B200 = torch.device("cpu"), torch.device("cuda", 0)
 KEY = {"gpu": "B200", "driver": "580.1"}
 ENVIRONMENT = dict(os.environ)
+HaveGpu = Callable[[str, tuple[int, int]], None]
+WRONG = "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-re"
 
 
 @pytest.fixture(autouse=True)
@@ -180,59 +182,27 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("registered")
 def test_wrong_numbers_and_other_bits_are_found() -> None:
-    found = str(problem(toy_selftests.Wrong(), CPU))
-    assert found.startswith(
-        "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-re"
-    )
+    assert str(problem(toy_selftests.Wrong(), CPU)).startswith(WRONG)
     assert "AssertionError: accumulated dw2 is off by 5" in str(problem(toy_selftests.NotAdding(), CPU))
     assert "AssertionError: not repeatable, run 1: " in str(problem(toy_selftests.NotRepeatable(), CPU))
 
 
-def test_the_self_test_in_its_process_passes_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "why"), [("Right", "None"), ("Wrong", WRONG)])
+def test_the_self_test_is_run_once_in_its_process(
+    name: str, why: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this very package, though another lies in the present folder."""
     (cache / "tilemoe").mkdir()
     (cache / "tilemoe" / "__main__.py").write_text("raise SystemExit('another')")
     monkeypatch.chdir(cache)
     for _ in range(2):
-        found = selftest.verdict("toy_selftests:Right", CPU)
-        assert (found.why, found.is_kept) == (None, True)
+        found = selftest.verdict(f"toy_selftests:{name}", CPU)
+        assert str(found.why).startswith(why)
+        assert found.is_kept
     (path,) = (cache / "verdicts").glob("toy*.json")
     kept = json.loads(path.read_text())
     assert kept["seconds"] == found.seconds
     assert kept["key"]["triton"] == triton.__version__
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        (
-            "Wrong",
-            "balanced (d, n (16, 8), torch.bfloat16, swiglu, concatenated): AssertionError: dw1: RMS-relativ",
-        ),
-        ("Hangs", "it did not end within 4 s and was killed"),
-        ("Killed", "it ended by SIGKILL: it printed nothing"),
-    ],
-)
-def test_a_backend_that_fails_hangs_or_crashes_ends_in_the_portable_kernels_with_one_line(
-    name: str, why: str, blackwell: Callable[[str, tuple[int, int]], None], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The toy in a process of its own, on the CPU, stands for the kernels of a B200."""
-    verdict = selftest.verdict
-    monkeypatch.setattr(selftest, "SECONDS", 4 if name == "Hangs" else HANGS)
-    monkeypatch.setattr(selftest, "verdict", lambda *given: verdict(f"toy_selftests:{name}", CPU))
-    monkeypatch.setenv(selftest.SETTING, "1")
-    blackwell("3.9.0", (10, 0))
-    said = f"their self-test has not passed: {why}"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for dtype in (torch.bfloat16, torch.float16):
-            chosen = choose_experts(B200, dtype)
-            assert chosen.name == "triton"
-            assert said in chosen.reason
-    (line,) = [str(warning.message) for warning in caught]
-    assert line.startswith(f"TILEMOE_BLACKWELL=1: the Blackwell kernels are not used: {said}")
-    assert "\n" not in line
-    assert len(list((cache / "verdicts").glob("toy*.json"))) == 1
 
 
 def test_too_little_memory_says_nothing_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,13 +269,7 @@ def selftests(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     [
         ("3.9.0", None, None, "triton", "the Blackwell kernels are untested; TILEMOE_BLACKWELL=1 uses them if they"),
         ("3.9.0", "1", None, "blackwell", "TILEMOE_BLACKWELL turns them on"),
-        (
-            "3.9.0",
-            "1",
-            "dw1 is off",
-            "triton",
-            "their self-test has not passed: dw1 is off; tilemoe doctor",
-        ),
+        ("3.9.0", "1", "dw1 is off", "triton", "their self-test has not passed: dw1 is off; tilemoe doctor"),
         ("3.9.0", "untested", "dw1 is off", "blackwell", "TILEMOE_BLACKWELL turns them on"),
         ("3.8.0", "1", None, "triton", "the Blackwell kernels need Triton 3.6.x or 3.9.x, not 3.8.0"),
         ("3.6.0", "1", None, "torch", "Triton 3.6.0 can be wrong on capability 10.x: pip install 'triton>=3.7.1'"),
@@ -313,7 +277,7 @@ def selftests(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     ],
 )
 def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
-    blackwell: Callable[[str, tuple[int, int]], None],
+    have_gpu: HaveGpu,
     selftests: list[Verdict],
     version: str,
     setting: str | None,
@@ -323,7 +287,7 @@ def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the portable kernels, or PyTorch, and one warning for all calls, if they were asked for."""
-    blackwell(version, (10, 0))
+    have_gpu(version, (10, 0))
     selftests.append(Verdict(verdict))
     monkeypatch.delenv(selftest.SETTING, raising=False)
     if setting is not None:
@@ -346,9 +310,9 @@ def test_blackwell_kernels_serve_where_they_are_turned_on_and_passed(
 
 
 def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
-    blackwell: Callable[[str, tuple[int, int]], None], selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
+    have_gpu: HaveGpu, selftests: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blackwell("3.9.0", (10, 0))
+    have_gpu("3.9.0", (10, 0))
     selftests.append(Verdict("it did not end within 600 s and was killed"))
     monkeypatch.setenv(selftest.SETTING, "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -366,10 +330,8 @@ def test_other_ranks_of_a_host_say_nothing_and_who_names_the_kernels_is_refused(
     assert device_of_kernel("down_proj", rows, plan, 64, 32) is not None  # type: ignore[arg-type]
 
 
-def test_a_setting_that_is_none_is_named(
-    blackwell: Callable[[str, tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blackwell("3.9.0", (10, 0))
+def test_a_setting_that_is_none_is_named(have_gpu: HaveGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpu("3.9.0", (10, 0))
     monkeypatch.setenv(selftest.SETTING, "yes")
     with raises_one_line("TILEMOE_BLACKWELL must be 0, 1 or untested, got 'yes'"):
         choose_experts(B200, torch.bfloat16)

@@ -5,15 +5,12 @@ T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n
 
 import pytest
 import torch
-from torch import Tensor
-from triton_checks import OF_FP32, TOLERANCE, Case, assert_kernels_agree
+from triton_checks import OF_FP32, TOLERANCE, Case, assert_kernels_agree, interpret, normal
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.torch.backend import TorchBackend
-from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.runtime.device import Device
 from tilemoe.testing import hostile_routings, make_inputs
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poisoned_memory")]
@@ -27,14 +24,8 @@ ACCESSES = ("pointer", "descriptor")
 
 @pytest.fixture(params=ACCESSES, autouse=True)
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    capability = 90 if request.param == "descriptor" else 0
-    device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
-    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
+    interpret(monkeypatch, 90 if request.param == "descriptor" else 0)
     return str(request.param)
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 CASES = [
@@ -69,7 +60,7 @@ def test_pairs_that_were_given_several_times(case: Case) -> None:
 def test_many_experts_and_small_scores_in_fp16(scale: float) -> None:
     """The lower of a small score's two parts would be below fp16's least number."""
     plan = plan_topk(torch.stack([torch.arange(40) * 7 % 130, torch.arange(40) * 11 % 130 // 2], dim=1), 130)
-    do, dh = random(plan.num_tokens, D, dtype=torch.float16), random(plan.capacity, N, dtype=torch.float16, seed=1)
+    do, dh = normal(plan.num_tokens, D, dtype=torch.float16), normal(plan.capacity, N, dtype=torch.float16, seed=1)
     s, exact = scale * torch.rand(plan.num_pairs), TorchBackend()
     for found, expected in (
         (TritonBackend().down_proj_bias_grad(do, s, plan), exact.down_proj_bias_grad(do.double(), s.double(), plan)),
@@ -83,8 +74,8 @@ def test_many_experts_and_small_scores_in_fp16(scale: float) -> None:
 def test_any_strides_give_the_same(dtype: torch.dtype) -> None:
     plan, spec = ROUTINGS["sentinels"], activation_spec("relu", "concatenated", None, None)
     given = make_inputs(plan, D, N, "relu", dtype=dtype, bias=True)
-    s, b2, do = given["scores"].reshape(-1), given["b2"], random(plan.num_tokens, D, dtype=dtype)
-    h, dh = torch.zeros(plan.capacity, N, dtype=dtype), random(plan.capacity, N, dtype=dtype)
+    s, b2, do = given["scores"].reshape(-1), given["b2"], normal(plan.num_tokens, D, dtype=dtype)
+    h, dh = torch.zeros(plan.capacity, N, dtype=dtype), normal(plan.capacity, N, dtype=dtype)
     same_rows = b2[:1].expand_as(b2)
     expected = TritonBackend().down_proj_dgrad_dact(do, given["w2"], b2, h, s, plan, spec)[1]
     of_same_rows = TritonBackend().down_proj_dgrad_dact(do, given["w2"], same_rows.contiguous(), h, s, plan, spec)[1]
@@ -104,7 +95,7 @@ def test_any_strides_give_the_same(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_nan_of_dh_reaches_its_column(dtype: torch.dtype) -> None:
     plan = ROUTINGS["random"]
-    dh = random(plan.capacity, N, dtype=dtype)
+    dh = normal(plan.capacity, N, dtype=dtype)
     dh[0, 5] = float("nan")
     db1 = TritonBackend().up_proj_bias_grad(dh, plan)
     expert = int((plan.row_start_of_expert[1:] > 0).nonzero()[0])  # whose the first row is
@@ -114,7 +105,7 @@ def test_a_nan_of_dh_reaches_its_column(dtype: torch.dtype) -> None:
 def test_scores_of_a_token_that_no_expert_has_change_nothing() -> None:
     plan = ROUTINGS["sentinels"]
     s = torch.ones(plan.num_pairs)
-    do = random(plan.num_tokens, D, dtype=torch.float32)
+    do = normal(plan.num_tokens, D, dtype=torch.float32)
     expected = TritonBackend().down_proj_bias_grad(do, s, plan)
     num_rows = int(plan.row_start_of_expert[-1])
     used = torch.zeros(plan.num_pairs, dtype=torch.bool)

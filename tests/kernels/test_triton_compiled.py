@@ -27,12 +27,15 @@ from triton_compile import (
     compiled_key,
     count_spill_loads,
     machine_code,
+    make_operands,
     recorded_launches,
+    row_gemm_launch,
     stack_bytes,
 )
 
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes, small_m
+from tilemoe.kernels.experts.triton import host
+from tilemoe.kernels.experts.triton.configs import choose_small_m_tile, shared_bytes
 from tilemoe.kernels.experts.triton.formats.transpose import SLICE
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router.triton import RouterSpec, select_launch
@@ -101,17 +104,22 @@ def test_amd(name: str) -> None:
 
 # Many numbers of tokens, one code.
 
+
+def dgrad(tokens: int) -> Launch:
+    """Of 2 experts and 2 per token."""
+    of = make_operands(widths=(64, 32), tokens=tokens)
+    return row_gemm_launch(host, "down_proj_dgrad_dact", of, NVIDIA[80])
+
+
 OF_TOKENS: dict[str, tuple[Callable[[int], Iterable[Launch]], tuple[int, ...]]] = {
     "rounding": (lambda tokens: rows.rounded(8, 2, "nearest", "softmax", tokens)(NVIDIA[90]), (128, 129, 1000, 4096)),
     "bias gradients": (lambda tokens: rows.bias_grads(NVIDIA[90], "gpt-oss", tokens=tokens).values(), (16, 17, 1000)),
-    "exchange": (
-        lambda tokens: rows.recorded(rows.sent(4, torch.float32, tokens))(NVIDIA[90]),
-        (1, 48, 77, 202),
-    ),
+    "exchange": (lambda tokens: rows.recorded(rows.sent(4, torch.float32, tokens))(NVIDIA[90]), (1, 48, 77, 202)),
     "window": (
         lambda tokens: rows.recorded(rows.through_a_window(4, torch.bfloat16, 64, tokens, tokens % 4))(NVIDIA[90]),
         (1, 48, 77, 202),
     ),
+    "down_proj_dgrad": (lambda tokens: [dgrad(tokens)], (1, 17, 64, 1000)),
     "few rows": (lambda tokens: few_row_gemms(tokens, NVIDIA[90], widths=(64, 32)), (1, 2, 7, 16)),
     "not so few": (lambda tokens: few_row_gemms(tokens, NVIDIA[90], widths=(64, 32)), (17, 32, 33, 64)),
 }
@@ -227,11 +235,6 @@ def test_weights_of_every_layout_are_loaded_ahead_and_wide(
         assert (MATRIX_UNIT[capability] if tile["BLOCK_M"] == 64 else "mma.sync") in ptx
         assert stack_bytes(compiled, tmp_path) <= NO_SPILL
         assert compiled.metadata.shared <= device.shared_bytes // 2, "two programs share a multiprocessor"
-
-
-def test_where_rows_are_few() -> None:
-    assert [small_m(tokens * 8, 128) for tokens in (0, 1, 128, 129, 512, 513)] == [16, 16, 16, 64, 64, None]
-    assert [small_m(tokens * 8, 64) for tokens in (64, 65, 256, 257)] == [16, 64, 64, None]
 
 
 def test_every_tile_for_few_rows_fits_twice() -> None:

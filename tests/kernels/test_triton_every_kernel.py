@@ -29,16 +29,13 @@ from triton_compile import (
     bytes_of_copies,
     compile_launch,
     compile_launches,
-    compiled_key,
     count_loads_of_two_bytes,
     count_spill_loads,
-    list_tiles,
     make_operands,
     row_gemm_launch,
     stack_bytes,
 )
 
-from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.formats.dense import empty_weight_grad
 from tilemoe.kernels.experts.triton import bias_grad, combine, tiles
 from tilemoe.kernels.experts.triton import host as mlp
@@ -257,14 +254,3 @@ def test_fp32_is_not_added_in_one_chain(capability: int) -> None:
     # A step's products in a chain of their own, then one addition for each sum.
     assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) >= sums * tile["BLOCK_K"]
     assert len(re.findall(r"\badd\.(?:rn\.)?f32\b", ptx)) == sums
-
-
-def test_the_number_of_tokens_is_in_no_key() -> None:
-    keys = set()
-    for tokens in (1, 17, 64, 1000):
-        plan = plan_topk(torch.arange(tokens * K).view(tokens, K) % E, E)
-        list_tiles(plan)
-        x, w2, s, h = (torch.zeros(shape) for shape in ((tokens, 64), (E, 64, 32), (tokens * K,), (tokens * K, 64)))
-        spec = activation_spec("swiglu", "concatenated", None, None)
-        keys.add(compiled_key(mlp.dgrad_dact_launch(x, w2, h, s, plan, spec, NVIDIA[80])[0]))
-    assert len(keys) == 1

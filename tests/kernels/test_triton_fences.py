@@ -19,11 +19,7 @@ from tilemoe.runtime.launch import Launch
 
 # With Triton before the release that fences: what cp.async feeds. docs/support.md names those of Hopper. On capability
 # 10.x, where others come by descriptors, PyTorch's kernels serve with these releases.
-BY_POINTER = {
-    "up_proj_act_small_m_kernel",
-    "down_proj_small_m_kernel",
-    "gemm_rows_kernel of a shared weight",
-}
+BY_POINTER = {"up_proj_act_small_m_kernel", "down_proj_small_m_kernel", "gemm_rows_kernel of a shared weight"}
 UNFENCED = {90: BY_POINTER | {"up_proj_act_kernel", "gemm_dgrad_dact_kernel", "gemm_wgrad_kernel"}, 100: BY_POINTER}
 
 

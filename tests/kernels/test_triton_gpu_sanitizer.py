@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,26 +90,14 @@ def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
 
 def lines_of_tile_info() -> tuple[set[str], set[str]]:
     """Where tile_info is written, and where it may be read: by consumers, which call `receive_tile`, and in waits."""
-    waiting = {
-        "receive_tile",
-        "consumer_wait",
-        "skip_stages",
-        "mma_mainloop",
-        "issue_mma",
-        "scaled_mainloop",
-        "issue_tile",
-    }
+    waiting = {"receive_tile", "consumer_wait", "skip_stages", "mma_mainloop", "issue_mma", "scaled_mainloop"}
     writes, reads = set[str](), set[str]()
-    for path in sources():
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            lines = {f"{path.name}:{line}" for line in range(function.body[0].lineno, (function.end_lineno or 0) + 1)}
-            calls = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
-            if function.name == "publish_tile":
-                writes |= lines
-            elif function.name in waiting or "receive_tile" in calls:
-                reads |= lines
+    for file, function in functions():
+        lines = {f"{file}:{line}" for line in range(function.body[0].lineno, (function.end_lineno or 0) + 1)}
+        if function.name == "publish_tile":
+            writes |= lines
+        elif function.name in waiting or calls_of(function, "receive_tile"):
+            reads |= lines
     assert writes
     assert reads
     return writes, reads
@@ -116,18 +105,22 @@ def lines_of_tile_info() -> tuple[set[str], set[str]]:
 
 def lines_of_the_partitioning() -> set[str]:
     """The file and line where each kernel that is split into partitions is defined, and where it is split."""
-    found = set()
-    for path in sources():
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "gl.warp_specialize":
-                    found |= {f"{path.name}:{function.lineno}", f"{path.name}:{node.lineno}"}
+    found = set[str]()
+    for file, function in functions():
+        for call in calls_of(function, "gl.warp_specialize"):
+            found |= {f"{file}:{function.lineno}", f"{file}:{call.lineno}"}
     assert found, "no kernel is split"
     return found
 
 
-def sources() -> list[Path]:
-    """Of the warp-specialised kernels."""
-    return list(Path(hopper.__file__).parent.glob("*.py"))
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The file's name and the function, of all of the warp-specialised kernels."""
+    for path in Path(hopper.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                yield path.name, node
+
+
+def calls_of(function: ast.FunctionDef, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == name]

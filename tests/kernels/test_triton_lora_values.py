@@ -3,14 +3,13 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_checks import interpret, normal
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.torch.backend import TorchBackend
-from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.device import Device
 from tilemoe.testing import hostile_routings, poisoned_memory, relative_error
 
 pytestmark = pytest.mark.process("interpreter")
@@ -45,8 +44,7 @@ def run(plan: RoutingPlan, kernels: str, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "capability"), CASES.items())
 def test_hostile_routings(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
-    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
+    interpret(monkeypatch, capability)
     for ours, plain in zip(
         run(ROUTINGS[name], "triton", torch.float32), run(ROUTINGS[name], "torch", torch.float32), strict=True
     ):
@@ -60,16 +58,11 @@ def test_hostile_routings(name: str, capability: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["swiglu_oai", "swiglu_clamped", "geglu", "relu2"])
 def test_the_activation_and_its_gradient(name: str, gate_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several tiles of columns, the last of them partial, and rows that no pair has."""
-    device = Device(0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
-    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
+    interpret(monkeypatch)
     plan, spec, n = ROUTINGS["sentinels"], activation_spec(name, gate_up), 136
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return 4 * torch.randn(shape, generator=generator)
-
-    h, da, do = random(plan.capacity, spec.width_factor * n), random(plan.capacity, n), random(plan.num_tokens, D)
-    b2, s = random(plan.num_experts, D), torch.rand(plan.num_pairs, generator=generator)
+    shapes = ((plan.capacity, spec.width_factor * n), (plan.capacity, n), (plan.num_tokens, D), (plan.num_experts, D))
+    h, da, do, b2 = (4 * normal(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    s = normal(plan.num_pairs, seed=4).sigmoid()
     rows = slice(int(plan.row_start_of_expert[-1]))
     found, wanted = (
         (*backend.dact(da, do, b2, h, s, plan, spec), backend.activation(h, plan, spec))

@@ -57,17 +57,10 @@ def assert_close(actual: Tensor, exact: Tensor, tolerance: float) -> None:
     assert float((actual.double() - exact).norm()) <= tolerance * float(exact.norm())
 
 
-def combine_or_its_gradient(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> None:
-    if s is None:
-        combine(rows, None, plan, out)
-    else:
-        combine(rows, s, plan, out)
-
-
 def combined(rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tensor:
     """Each token's sum of rows (R_max, width), times their scores where there are any."""
     out = rows.new_empty(plan.num_tokens, rows.shape[1])
-    combine_or_its_gradient(rows, s, plan, out)
+    combine(rows, s, plan, out)
     return out
 
 
@@ -129,7 +122,7 @@ def test_slices_of_the_width_make_the_whole() -> None:
         whole, out = combined(rows, scores, plan), rows.new_empty(11, 80)
         for start in range(0, 80, 32):
             span = slice(start, start + 32)
-            combine_or_its_gradient(rows[:, span], scores, plan, out[:, span])
+            combine(rows[:, span], scores, plan, out[:, span])
         assert torch.equal(out, whole)
 
 

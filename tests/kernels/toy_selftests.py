@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
 from itertools import count
 from typing import Any
 
@@ -46,25 +42,6 @@ class NotRepeatable(TorchBackend):
         super().combine(y, s, plan, o)
         if o.numel() and next(self.calls) % 19 == 18:
             o[0, 0] = torch.nextafter(o[0, 0], torch.full_like(o[0, 0], torch.inf))
-
-
-class Hangs(TorchBackend):
-    """With a process that it started."""
-
-    name = "hangs"
-
-    def down_proj(self, *args: Any) -> Tensor:
-        subprocess.Popen(["sleep", "1000"])
-        while True:
-            time.sleep(1)
-
-
-class Killed(TorchBackend):
-    name = "killed"
-
-    def down_proj(self, *args: Any) -> Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("killed")
 
 
 class OutOfMemory(TorchBackend):

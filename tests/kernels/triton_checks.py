@@ -14,11 +14,14 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import compute_dtype, is_column_major
 from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.device import Device
 from tilemoe.testing import make_inputs
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -50,6 +53,9 @@ class Case:
         return activation_spec(self.activation, self.gate_up, self.limit, None)
 
 
+# Activation and order of gate and up; an ungated activation has no gate to interleave.
+LAYOUTS = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
+LAYOUTS += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
 # By venue; on a GPU by backend.
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {FP16: 1e-3, FP32: 3e-6} if INTERPRETED else {BF16: 4e-3, FP16: 6e-4, FP32: 1e-5}
@@ -97,6 +103,19 @@ SMALL_CASES = (
 )
 
 
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The same on each device, and in each dtype the same values, rounded."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def interpret(patch: pytest.MonkeyPatch, capability: int = 0) -> None:
+    """From now on Triton's backend takes tensors for those of an interpreted GPU, and few rows for many."""
+    device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+    patch.setattr(triton_backend, "device_of", lambda t: device)
+    patch.setattr(triton_backend, "small_m", lambda rows, experts: None)  # whose kernels have tests of their own
+
+
 def every_third(names: Iterable[str]) -> list[Any]:
     """Parameters: every third, and the others for `make thorough`."""
     return [pytest.param(name, marks=pytest.mark.thorough if i % 3 else ()) for i, name in enumerate(names)]
@@ -134,21 +153,21 @@ def choose_bands(
     return asked
 
 
-def operands_of(case: Case, plan: RoutingPlan, seed: int = 0) -> tuple[Any, ...]:
+def operands_of(case: Case, plan: RoutingPlan) -> tuple[Any, ...]:
     """x, w1, w2, b1, b2 (None without biases) and the scores (P,)."""
     sizes = (case.hidden_size, case.intermediate_size)
-    given = make_inputs(plan, *sizes, case.activation, dtype=case.dtype, bias=case.bias, seed=seed)
+    given = make_inputs(plan, *sizes, case.activation, dtype=case.dtype, bias=case.bias)
     w1, w2 = (turn(given[name]) if case.transposed else given[name] for name in ("w1", "w2"))
     return given["x"], w1, w2, given.get("b1"), given.get("b2"), given["scores"].reshape(-1)
 
 
-def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """Every GEMM and bias gradient of ``kernels`` by itself: name to (its result, the same by the torch set in fp64).
 
     Each kernel reads what the one before it wrote, so that errors do not add up. Rows past R are cut off.
     """
-    spec, (x, w1, w2, b1, b2, s) = case.spec, operands_of(case, plan, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
+    spec, (x, w1, w2, b1, b2, s) = case.spec, operands_of(case, plan)
+    generator = torch.Generator().manual_seed(1)
     do = torch.randn(plan.num_tokens, case.hidden_size, generator=generator).to(plan.device, case.dtype)
     exact, num_rows = TorchBackend(), int(plan.row_start_of_expert[-1])
     found: dict[str, tuple[Tensor, Tensor]] = {}

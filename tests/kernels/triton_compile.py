@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -26,7 +27,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
-from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.activations import REGISTRY, ActivationSpec, activation_spec
+from tilemoe.kernels.experts.hopper.backend import HopperBackend
+from tilemoe.kernels.experts.triton.configs import WITH_ACTIVATION, Kernel
 from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
@@ -69,7 +72,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
 
 
 class Operands(NamedTuple):
-    """A layer's, of no certain values: 64 tokens, 2 experts, 2 per token; the plan has lists of all tiles."""
+    """A layer's, of no certain values: 2 experts, 2 per token; the plan has lists of all tiles."""
 
     x: Tensor
     w1: Tensor
@@ -91,9 +94,10 @@ def make_operands(
     bias: bool = False,
     widths: tuple[int, int] = (1536, 256),
     dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 64,
 ) -> Operands:
     """``transposed``: weights of the other stride order. ``widths``: hidden and intermediate size."""
-    (d, n), experts, tokens = widths, 2, 64
+    (d, n), experts = widths, 2
     spec = activation_spec(activation, gate_up, None, None)
     width = spec.width_factor * n
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
@@ -124,6 +128,70 @@ def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device)
     else:
         launch = host.rows_launch("up_proj_dgrad", of.h, of.w1, None, of.plan, device)[0]
     return launch
+
+
+class Cell(NamedTuple):
+    """A GEMM of a backend and the layout of its operands. gate_up: "none" without a gate. widths: d and n.
+
+    transposed: the weights' other stride order. described: whether TMA can describe the rows to gather. adds: a weight
+    gradient is accumulated. keeps_h: up_proj is of training.
+    """
+
+    kernel: Kernel
+    activation: str = "swiglu"
+    gate_up: str = "concatenated"
+    transposed: bool = False
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    widths: tuple[int, int] = (1536, 256)
+    described: bool = True
+    adds: bool = False
+    keeps_h: bool = True
+
+    @property
+    def family(self) -> tuple[Kernel, str, str]:
+        return self.kernel, self.activation, self.gate_up
+
+    @property
+    def name(self) -> str:
+        flags = [name for name in ("transposed", "bias", "adds") if getattr(self, name)]
+        others = ["copies"] * (not self.described) + ["inference"] * (not self.keeps_h)
+        return "-".join([*self.family, *flags, *others, str(self.dtype)[6:], *map(str, self.widths)])
+
+
+def cells_with_activation(dtype: torch.dtype, widths: tuple[int, int]) -> list[Cell]:
+    """up_proj and down_proj_dgrad with every activation of the registry, each layout, and with and without biases."""
+    return [
+        Cell(kernel, activation, gate_up, transposed, bias, dtype, widths)
+        for kernel, (activation, entry) in product(WITH_ACTIVATION, REGISTRY.items())
+        for gate_up in (("concatenated", "interleaved") if entry.is_gated else ("none",))
+        for transposed, bias in product((False, True), repeat=2)
+    ]
+
+
+def launch_of_cell(cell: Cell, backend: HopperBackend, device: Device) -> Launch | None:
+    """What the backend launches for it; None where that is a portable kernel."""
+    gate_up = "concatenated" if cell.gate_up == "none" else cell.gate_up
+    layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": cell.widths, "dtype": cell.dtype}
+    of = make_operands(cell.activation, gate_up, **layout)
+    gathered = of.x if cell.described else of.x[:1].expand(of.x.shape)  # all rows are one
+    with recorded_launches(device) as launches:
+        if cell.kernel == "up_proj_act":
+            up_proj = backend.up_proj_act if cell.keeps_h else backend.up_proj_act_inference
+            up_proj(gathered, of.w1, of.b1, of.plan, of.spec)
+        elif cell.kernel == "down_proj_dgrad_dact":
+            backend.down_proj_dgrad_dact(gathered, of.w2, of.b2, of.h, of.s, of.plan, of.spec)
+        elif cell.kernel == "down_proj":
+            backend.down_proj(of.a, of.w2, of.b2, of.plan)
+        elif cell.kernel == "up_proj_dgrad":
+            backend.up_proj_dgrad(of.h, of.w1, of.plan)
+        elif cell.kernel == "down_proj_wgrad":
+            backend.down_proj_wgrad(gathered, of.a, of.plan, cell.transposed, of.w2.float() if cell.adds else None)
+        else:
+            backend.up_proj_wgrad(gathered, of.h, of.plan, cell.transposed, of.w1.float() if cell.adds else None)
+    found = [launch for launch in launches if launch.kernel.is_gluon()]
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 def compiled_key(launch: Launch) -> str:
@@ -247,28 +315,25 @@ def count_loads_of_two_bytes(ptx: str) -> int:
     return len(re.findall(r"\bld\.global\S*\.b16\s", ptx)) - len(re.findall(r"\bld\.global\S*\.v[24]\.b16\s", ptx))
 
 
+ANY_BARRIER = r"bar(?:rier)?(?:\.warp)?\.sync"
+
+
+def in_order(ptx: str, letters: dict[str, str]) -> str:
+    """The instructions that patterns, of no groups, match, as the letters that ``letters`` has for them."""
+    found = re.finditer(rf"^.*?(?:{'|'.join(f'({pattern})' for pattern in letters)})", ptx, re.M)
+    return "".join(list(letters.values())[(match.lastindex or 0) - 1] for match in found)
+
+
 def assert_threads_meet_before_tma_stores(ptx: str, at_least: int = 2) -> None:
     """One thread starts a store of what all have written: each of them must have passed its fence before.
 
     at_least: the stores to be found.
     """
-    found = re.findall(
-        r"^.*?(fence\.proxy\.async|bar(?:rier)?\.sync|cp\.(?:async|reduce\.async)\.bulk\.tensor\.\w+\.global)",
-        ptx,
-        re.M,
-    )
-    stores = 0
-    fenced = met = False
-    for instruction in found:
-        if instruction.startswith("fence"):
-            fenced, met = True, False
-        elif instruction.startswith("bar"):
-            met = True
-        else:
-            assert fenced, "a store before any fence"
-            assert met, "a store that the threads do not meet before"
-            stores += 1
-    assert stores >= at_least
+    stores = r"cp\.(?:async|reduce\.async)\.bulk\.tensor\.\w+\.global"
+    order = in_order(ptx, {r"fence\.proxy\.async": "f", r"bar(?:rier)?\.sync": "|", stores: "s"})
+    assert re.match("[^f]*s", order) is None, "a store before any fence"
+    assert re.search(r"f[^|]*s", order) is None, "a store that the threads do not meet before"
+    assert order.count("s") >= at_least
 
 
 def assert_threads_meet_after_tile_info(ptx: str) -> None:
@@ -276,9 +341,8 @@ def assert_threads_meet_after_tile_info(ptx: str) -> None:
 
     In the order of the text, where the branches that follow a tile's coordinates lie one after the other.
     """
-    letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "ld.shared.s32": "r", "mbarrier.arrive": "a"}
-    found = re.findall(r"^.*?((?:st|ld)\.shared\.[bs]32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
-    order = "".join(letters.get(instruction, "|") for instruction in found)
+    letters = {r"st\.shared\.b32": "w", r"ld\.shared\.[bs]32": "r", r"mbarrier\.arrive": "a"}
+    order = in_order(ptx, {**letters, ANY_BARRIER: "|"})
     assert "wwww" in order
     assert "rrrr" in order, "the four numbers of tile_info, by each consumer"
     assert re.search("w[wr]*a", order) is None

@@ -1,6 +1,4 @@
-"""Host side of the Blackwell GEMMs: outputs, TMA descriptors, compile-time constants and grid of each launch.
-
-No value is read back from the device: grids are sized by the capacity of the tile lists.
+"""Host side of the Blackwell GEMMs: the launches of `tilemoe.kernels.experts.hopper.host` for 16-bit operands.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -53,8 +51,7 @@ def tile_of(kernel: Kernel, width_in: int, form: str = "dense") -> TileConfig:
 def up_proj_act_launch(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool, device: Device
 ) -> tuple[Launch, Tensor, Tensor]:
-    """up_proj: (launch, a (R_max, n), h (R_max, w)); without ``keep_h`` h is (0, w). w1 (E, w, d) is contiguous along w
-    or d, b1 (E, w) along w."""
+    """As `hopper.host.up_proj_act_launch`; b1 (E, w) is contiguous along w."""
     tile, tiles = TILES["up_proj_act"], listed_tiles(plan, BLOCK_M)
     weight = split_parts(w1, spec).transpose(2, 3)
     parts, d, width = weight.shape[1:]
@@ -80,8 +77,7 @@ def up_proj_act_launch(
 def rows_launch(
     kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, device: Device
 ) -> tuple[Launch, Tensor]:
-    """down_proj and up_proj_dgrad: (launch, out (R_max, q)). out is each expert's rows (R_max, p) times its weight (E,
-    p, q), contiguous along p or q, plus bias (E, q), contiguous along q."""
+    """As `hopper.host.rows_launch`."""
     tile, (p, q), tiles = TILES[kernel], weight.shape[1:], listed_tiles(plan, BLOCK_M)
     out = rows.new_empty(plan.capacity, q)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
@@ -96,11 +92,7 @@ def rows_launch(
 def dgrad_dact_launch(
     do: Tensor, w2: Tensor, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, device: Device
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32). w2 (E, d, n) is
-    contiguous along d or n.
-
-    partial: each row's <da', a> over the columns of one tile; `score_grad` adds these up.
-    """
+    """As `hopper.host.dgrad_dact_launch`; w2 (E, d, n) is contiguous along d or n."""
     tile, (d, n), tiles = TILES["down_proj_dgrad_dact"], w2.shape[1:], listed_tiles(plan, BLOCK_M)
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
@@ -129,7 +121,7 @@ def _activation_constants(
 
 
 def wgrad_launch(grad: WeightGrad, plan: RoutingPlan, device: Device) -> Launch:
-    """The launch that computes ``grad``; its out is contiguous along p or q."""
+    """As `hopper.host.wgrad_launch`."""
     kernel, by_token, by_row, out, adds = grad
     tile, p, q = TILES[kernel], by_token.shape[1], by_row.shape[1]
     source, access = gathered(by_token, device)

@@ -17,13 +17,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS, scales_of
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.hopper import configs
-from tilemoe.kernels.experts.hopper.configs import (
-    BLOCK_K,
-    EPILOGUE_N,
-    WARPGROUP_M,
-    TileConfig,
-    tile_of,
-)
+from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, WARPGROUP_M, TileConfig, tile_of
 from tilemoe.kernels.experts.hopper.descriptors import (
     described,
     gradient_descriptor,
@@ -40,12 +34,7 @@ from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kerne
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_transposed_kernel, gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.formats.transpose import WgradOperands
-from tilemoe.kernels.experts.triton.host import (
-    WeightGrad,
-    dact_outputs,
-    gate_up_layout,
-    split_parts,
-)
+from tilemoe.kernels.experts.triton.host import WeightGrad, dact_outputs, gate_up_layout, split_parts
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device

@@ -128,11 +128,8 @@ def _recurring(count: int) -> int:
 
 def _compiles_each_shape(t: Tensor) -> bool:
     """Whether a GEMM of ``t`` runs in oneDNN, which compiles a kernel for each new shape."""
-    return _is_16_bit_on_cpu(t) and has_fast_gemm(t.device.type, t.dtype)
-
-
-def _is_16_bit_on_cpu(t: Tensor) -> bool:
-    return t.device.type == "cpu" and t.dtype in (torch.bfloat16, torch.float16)
+    is_16_bit = t.dtype in (torch.bfloat16, torch.float16)
+    return t.device.type == "cpu" and is_16_bit and has_fast_gemm(t.device.type, t.dtype)
 
 
 def expert_spans(plan: RoutingPlan) -> Iterator[tuple[int, slice]]:

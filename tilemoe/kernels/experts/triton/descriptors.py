@@ -59,11 +59,17 @@ def weight_argument(weight: Tensor, device: Device, block_in: int, block_out: in
     by_in = weight.transpose(1, 2)  # (E, in, parts, out)
     if can_describe(by_in, device):
         return TensorDescriptor.from_tensor(by_in, [1, block_in, weight.shape[1], block_out]), "out", strides
-    for along, across, access in ((2, 3, "in by pointer"), (3, 2, "out by pointer")):
-        outer = (strides[0], strides[1], strides[across])
-        if strides[along] == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in outer):
-            return weight, access, strides
-    return weight, "by pointer", strides
+    axis = wide_axis(weight)
+    return weight, f"{axis} by pointer" if axis else "by pointer", strides
+
+
+def wide_axis(weight: Tensor) -> str:
+    """The dimension, "in" or "out", along which a weight (E, ..., in, out) can be read 16 bytes at a time, or ""."""
+    *outer, of_in, of_out = weight.stride()
+    for name, along, others in (("in", of_in, (*outer, of_out)), ("out", of_out, (*outer, of_in))):
+        if along == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in others):
+            return name
+    return ""
 
 
 def gathered_argument(rows: Tensor, columns: int, device: Device) -> tuple[Any, bool]:

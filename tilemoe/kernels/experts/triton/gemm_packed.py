@@ -20,13 +20,7 @@ from tilemoe.kernels.experts.formats.packed import PackedWeight
 from tilemoe.kernels.experts.triton.configs import choose_packed_tile, packed_registers
 from tilemoe.kernels.experts.triton.formats.packed import code_table, decode, factors, scaled
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks, needs_int64
-from tilemoe.kernels.experts.triton.operands import (
-    column_slices,
-    line_pointers,
-    load_bias,
-    multiply_add,
-    store_rows,
-)
+from tilemoe.kernels.experts.triton.operands import column_slices, line_pointers, load_bias, multiply_add, store_rows
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
@@ -36,12 +30,7 @@ _WORD = tl.constexpr(8)  # codes in an int32
 
 
 def packed_launch(
-    rows: Tensor,
-    index: Tensor | None,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    plan: RoutingPlan,
-    device: Device,
+    rows: Tensor, index: Tensor | None, weight: PackedWeight, bias: Tensor | None, plan: RoutingPlan, device: Device
 ) -> tuple[Launch, Tensor]:
     """(launch, out (R_max, q)): rows (R_max, p), or rows[index], times a packed weight (E, p, q), plus bias (E, q)."""
     p, q = weight.shape[1:]

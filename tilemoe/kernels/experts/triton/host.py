@@ -15,13 +15,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.formats.dense import is_column_major
-from tilemoe.kernels.experts.triton.configs import (
-    MIN_BLOCK,
-    Kernel,
-    TileConfig,
-    band_tiles,
-    choose_tile,
-)
+from tilemoe.kernels.experts.triton.configs import MIN_BLOCK, Kernel, TileConfig, band_tiles, choose_tile
 from tilemoe.kernels.experts.triton.descriptors import (
     can_describe,
     can_describe_rows,

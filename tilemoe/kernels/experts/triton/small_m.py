@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.triton.activations import gated_value, inner
-from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, TileConfig, choose_small_m_tile
+from tilemoe.kernels.experts.triton.configs import TileConfig, choose_small_m_tile
+from tilemoe.kernels.experts.triton.descriptors import wide_axis
 from tilemoe.kernels.experts.triton.host import activation_constants, arithmetic_constants, blocks, gate_up_layout
 from tilemoe.kernels.experts.triton.operands import halves, line_pointers, multiply_add, store_rows
 from tilemoe.plan import RoutingPlan
@@ -69,21 +70,12 @@ def _constants(weight: Tensor, width: int, bias: Tensor | None, tile: TileConfig
     """Compile-time constants. width: columns of the output; a gated up_proj's weight has twice as many."""
     return {
         "HAS_BIAS": bias is not None,
-        "WIDE_LOADS": _wide_loads(weight),
+        "WIDE_LOADS": wide_axis(weight),
         "EVEN": weight.shape[1] % tile.block_k == 0 and width % tile.block_n == 0,
         **arithmetic_constants(weight.dtype),
         **blocks(tile),
         "BLOCK_E": max(16, power_of_two(plan.num_experts)),
     }
-
-
-def _wide_loads(weight: Tensor) -> str:
-    """The dimension, "in" or "out", along which a weight can be read 16 bytes at a time; "" if neither can."""
-    for name, along, across in (("in", 1, 2), ("out", 2, 1)):
-        others = (weight.stride(0), weight.stride(across))
-        if weight.stride(along) == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in others):
-            return name
-    return ""
 
 
 @triton.jit
