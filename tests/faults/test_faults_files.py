@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,7 @@ class Kind:
 
 @pytest.fixture(scope="module")
 def kinds(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kind]:
-    made: dict[str, Kind] = {}
-
-    def kind(name: str) -> Kind:
-        if name not in made:
-            made[name] = Kind(name, corpus, tmp_path_factory.mktemp("kind"))
-        return made[name]
-
-    return kind
+    return cache(lambda name: Kind(name, corpus, tmp_path_factory.mktemp("kind")))
 
 
 @pytest.mark.parametrize("name", WRITES)

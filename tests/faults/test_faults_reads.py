@@ -12,6 +12,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,7 @@ class Intact:
 
 @pytest.fixture(scope="module")
 def intact(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Intact]:
-    made: dict[str, Intact] = {}
-
-    def of(kind: str) -> Intact:
-        if kind not in made:
-            made[kind] = Intact(READS[kind], corpus, tmp_path_factory.mktemp("reads"))
-        return made[kind]
-
-    return of
+    return cache(lambda kind: Intact(READS[kind], corpus, tmp_path_factory.mktemp("reads")))
 
 
 def spoil(folder: Path, read: Read, name: str, what: str, content: bytes | None) -> None:

@@ -64,6 +64,15 @@ def test_gradients_are_those_of_the_real_tokens_alone(options: dict[str, Any], l
     assert not dx[~mask].any()
 
 
+def test_replayed_ids_are_shaped_like_x_or_flat() -> None:
+    layer, x, ids = make(**EVERYTHING), torch.randn(24, 16), torch.rand(24, 16).argsort(1)[:, :3]
+    flat = layer(x, expert_ids=ids).hidden
+    assert not torch.equal(flat, layer(x).hidden)
+    assert torch.equal(layer(x.view(2, 3, 4, 16), expert_ids=ids.view(2, 3, 4, 3)).hidden.view(24, 16), flat)
+    assert torch.equal(layer(x.view(2, 12, 16), expert_ids=ids.int()).hidden.view(24, 16), flat)
+    assert torch.equal(layer(x[0], expert_ids=ids[0]).expert_ids, ids[:1])
+
+
 def test_a_mask_is_of_bool_or_integers_and_compiles() -> None:
     """As transformers' attention_mask is, (B, S) int64."""
     layer, x, mask = make(**EVERYTHING), torch.randn(2, 5, 16), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])

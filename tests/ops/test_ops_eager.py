@@ -144,13 +144,11 @@ def on_gpu_1(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
 
 
-def test_on_the_current_gpu_and_not_where_launches_go_to_another(on_gpu_1: Any) -> None:
+def test_on_the_current_gpu_and_not_without_triton_nor_on_amd(on_gpu_1: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_replayable(on_gpu_1)
     on_gpu_1.device.index = 0
-    assert not is_replayable(on_gpu_1)
-
-
-def test_not_without_triton_nor_on_amd(on_gpu_1: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_replayable(on_gpu_1), "launches go to another"
+    on_gpu_1.device.index = 1
     with monkeypatch.context() as patch:
         patch.setattr(replayed, "has_triton", lambda: False)
         assert not is_replayable(on_gpu_1)

@@ -60,15 +60,12 @@ def assert_agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert relative_error(value, expected[name]) < 2e-3, name
 
 
-@pytest.mark.parametrize("activation", list(REGISTRY))
-def test_it_is_the_oracle(activation: str) -> None:
-    layer = Layer(activation=activation, bias=True)
-    expected = layer(reference.moe, precision="fp8")
-    assert_agree(layer(tilemoe.moe, precision="fp8"), expected)
-
-
-@pytest.mark.parametrize("options", [{"gate_up": "interleaved"}, {"recompute": "up_proj"}], ids=str)
-def test_layouts_and_recomputation(options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"gate_up": "interleaved"}, {"recompute": "up_proj"}, *({"activation": name, "bias": True} for name in REGISTRY)],
+    ids=str,
+)
+def test_it_is_the_oracle(options: dict[str, Any]) -> None:
     layer = Layer(**options)
     expected = layer(reference.moe, precision="fp8")
     assert_agree(layer(tilemoe.moe, precision="fp8"), expected)

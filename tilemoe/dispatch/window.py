@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from tilemoe.kernels.expert_parallel.triton_window import (
     put,
 )
 from tilemoe.kernels.experts.formats.dense import compute_dtype
-from tilemoe.ops.window import OpenWindow, Places, Senders, from_experts, to_experts
+from tilemoe.ops.window import OpenWindow, Places, Senders, to_experts
 from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.device import why_no_triton
 
@@ -110,23 +110,11 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) 
     return (memory, handle), list(handle.buffer_ptrs)
 
 
-class SentByWindow(NamedTuple):
-    """What `combine` needs from a `Windows.dispatch`."""
-
-    places: Places
-    precision: str
-    window: OpenWindow
-
-    def combine(self, o: Tensor) -> Tensor:
-        """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank
-        order.
-        """
-        total: Tensor = from_experts(o, None, *self.places, self.precision, self.window)[0]
-        return total
-
-
 class Windows:
     """The window that a group of ranks shares for all ``layers`` of a model, and the larger ones that replace it.
+
+    Rows that do not fit make outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
+    dispatch raises once the host sees the overflow, unless ``is_watched``: then the caller checks after each step.
 
     capacity: a new layer's room for received rows is this times the most pairs that a rank sends, plus `SLACK_ROWS`.
     max_tokens: room for this many tokens per rank from the start, in case some rank will later have more than any rank
@@ -176,7 +164,7 @@ class Windows:
         return self._window
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
-        """See `Dispatcher`. precision: "bf16" sends x and do in their dtype, "fp8" in e4m3. room: this layer's."""
+        """See `AllToAllDispatcher`; precision as in `Collective.dispatch`. room: this layer's."""
         if not self.is_watched and not torch.compiler.is_compiling() and self._alarm.any():
             self.check()
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
@@ -185,19 +173,21 @@ class Windows:
         if room.rows == 0:
             self._begin()
         rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may take all room
-        arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-        received, s, *rest = to_experts(x, s, *arrays, room.index, rows, precision, window)
+        received, s, *rest = to_experts(x, s, *plan.arrays, room.index, rows, precision, window)
         node = None if torch.compiler.is_compiling() or self._keep_received else received.grad_fn
-        peers = Senders(node, precision, window)
-        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5], peers=peers)
-        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window))
+        senders = Senders(node, Places(*rest[6:]), precision, window)
+        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5], peers=senders)
+        return Dispatched(received, here, s, senders)
 
     @property
     def rows(self) -> int:
+        """The most rows that any layer can have room for, the same on all ranks; 0 before anything was sent."""
         return self._limits.capacity
 
     def overflow(self) -> Tensor:
-        """See `Capacity`."""
+        """(3,) integers on the device about the first overflow: the rows that a rank was to receive, the tokens that a
+        rank had (each 0 if all fitted), and the layer of those rows.
+        """
         if self._window is None:
             return torch.zeros(3, dtype=torch.int32, device=self._device)
         return self._window.view.state[NEEDED_ROWS.value : NEEDED_LAYER.value + 1]
@@ -230,12 +220,15 @@ class Windows:
             each.rows = max(each.rows, wanted)
 
     def forget(self) -> None:
-        """See `Capacity`."""
+        """Forget what `learn` was told: every layer has at least the room that a new layer gets."""
         for layer in self._layers:
             layer.rows = max(layer.rows, self._usual)
 
     def learn(self, rows: Sequence[int], most: int) -> None:
-        """See `Capacity`."""
+        """Give each layer room for slightly more rows than this rank received there (``rows``). ``most``: the most rows
+        that any of the group's ranks received in any layer. All ranks must call it. RuntimeError: there is no memory
+        for ``most``; then nothing has changed.
+        """
         self._widen(self._room_for(most))
         for layer, own in zip(self._layers, rows, strict=True):
             layer.rows = min(self._room_for(own), self.rows)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.rounding import torch as torch_rounding
+from tilemoe.ops.router import ROUTE_ONCE
 from tilemoe.ops.router import spec_args as router_spec_args
 from tilemoe.runtime.operator import Operator
 
@@ -95,7 +96,4 @@ def _backward(ctx: Any, d_scores: Tensor | None, *_: None) -> tuple[Tensor | Non
 
 
 rounded_scores.register_autograd(_backward, _save)
-rounded_scores_grad.refuse_autograd(
-    "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
-    "higher derivatives, or take the first gradient without create_graph=True."
-)
+rounded_scores_grad.refuse_autograd(ROUTE_ONCE)

@@ -21,6 +21,10 @@ _SPEC_SCHEMA = (
     "int experts_per_token, str mode, bool normalize, float scale, int num_groups, int top_groups, bool balance, bool z"
 )
 Spec = tuple[int, str, bool, float, int, int, bool, bool]
+ROUTE_ONCE = (
+    "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
+    "higher derivatives, or take the first gradient without create_graph=True."
+)
 
 
 def spec_args(cfg: MoEConfig) -> Spec:
@@ -125,10 +129,7 @@ input_grad = Operator(
 
 
 select.register_autograd(_backward, _save)
-select_grad.refuse_autograd(
-    "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
-    "higher derivatives, or take the first gradient without create_graph=True."
-)
+select_grad.refuse_autograd(ROUTE_ONCE)
 input_grad.refuse_autograd(
     "tilemoe.MoE in 16 bits on a GPU is differentiable once: its backward cannot be differentiated. Use "
     "tilemoe.reference for higher derivatives, or take the first gradient without create_graph=True."

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilemoe.kernels.choose import choose_expert_parallel, choose_packing
 from tilemoe.kernels.expert_parallel import triton_window as kernels
-from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.plan import plan_of
 from tilemoe.runtime.operator import Arguments, Operator
 from tilemoe.runtime.precompile import active
 from tilemoe.runtime.tensors import PLAIN
@@ -113,37 +113,27 @@ class _WindowArguments(Arguments):
         return (*flat[:-1], _OPEN[flat[-1]])
 
 
-def _to_experts(
-    x: Tensor,
-    scores: Tensor,
-    row_of_pair: Tensor,
-    pair_of_row: Tensor,
-    pair_start_of_token: Tensor | None,
-    row_start_of_expert: Tensor,
-    layer: Tensor,
-    room: int,
-    precision: str,
-    window: OpenWindow,
-) -> tuple[Tensor, ...]:
+def _to_experts(x: Tensor, scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`.
 
-    layer (1,): the layer's number, which is stored if its rows do not fit. room: Q_max.
+    rest: the arrays of the senders' plan; layer (1,), the layer's number, which is stored if its rows do not fit;
+    room: Q_max; precision; window.
     """
-    view, tokens = window.view, x.shape[0]
-    routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks)
+    *arrays, layer, room, precision, window = rest
+    view, plan = window.view, plan_of(tuple(arrays), x.shape[0])
     rows = _as_sent(x, precision)
-    index, sizes, token_of_copy, words = _index_of(view, scores, tokens, row_of_pair.shape[0])
-    pairs, experts = row_of_pair.shape[0], row_start_of_expert.shape[0] - 1
-    steps = choose_expert_parallel(x.device, tokens, pairs, experts, view.ranks).impl
-    before = steps.count_sent(routed, sizes)
-    copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
+    index, sizes, token_of_copy, words = _index_of(view, scores, plan.num_tokens, plan.num_pairs)
+    steps = choose_expert_parallel(x.device, plan.num_tokens, plan.num_pairs, plan.num_experts, view.ranks).impl
+    before = steps.count_sent(plan, sizes)
+    copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, plan)
     kernels.put(view, rows, kernels.TOKENS, index, room=room)
     agreed, counts, came = kernels.agree(view, layer)
-    *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(
-        view, scores, agreed, counts, came, routed.experts_per_rank, room
+    *planned, rows_per_expert, s, token_of_received = kernels.plan_pulled(
+        view, scores, agreed, counts, came, plan.num_experts // view.ranks, room
     )
     received = _as_given(kernels.pull_rows(view, rows, agreed, counts, token_of_received), x.dtype, precision)
-    return (received, s, *plan, rows_per_expert, agreed, counts, token_of_received, copy_of_token, position_of_pair)
+    places = (agreed, counts, token_of_received, copy_of_token, position_of_pair)
+    return (received, s, *planned, rows_per_expert, *places)
 
 
 def _index_of(view: kernels.Window, scores: Tensor, tokens: int, pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,10 +149,8 @@ def _index_of(view: kernels.Window, scores: Tensor, tokens: int, pairs: int) -> 
     )
 
 
-def _to_experts_fake(
-    x: Tensor, scores: Tensor, row_of_pair: Tensor, pair_of_row: Tensor, start: Any, row_start_of_expert: Tensor,
-    layer: Tensor, room: int, precision: str, window: OpenWindow,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _to_experts_fake(x: Tensor, scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, row_of_pair, _, row_start_of_expert, _, room, _, window = rest
     ranks, most = window.view.ranks, kernels.most_received(window.view.limits, window.view.ranks, room)
     experts = (row_start_of_expert.shape[0] - 1) // ranks
     plan = (room, room, room, most + 1, experts + 1, experts)
@@ -186,24 +174,37 @@ def saved_by(node: Any) -> tuple[Tensor, ...]:
 
 
 class Senders(NamedTuple):
-    """The `Peers` that sent what a call of `to_experts` received. node: the call's autograd node; None: x is saved."""
+    """The processes that sent what a call of `to_experts` received, and that read the sums of its results.
+
+    node: the call's autograd node; None: x is saved.
+    """
 
     node: Any
+    places: Places
     precision: str
     window: OpenWindow
 
     def keep(self, x: Tensor) -> bool:
-        """False if hooks, such as checkpointing's, decide when saved tensors are freed."""
+        """Whether `again` can return this x (M_max, d) in the backward, so that it need not be saved: not if hooks,
+        such as checkpointing's, decide when saved tensors are freed.
+        """
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return self.node is not None and x.grad_fn is self.node and not is_hooked
 
     def again(self) -> Tensor:
+        """x, received again."""
         x, *places = saved_by(self.node)
         received: Tensor = to_experts_again(x, *places, self.precision, self.window)
         return received
 
     def lend(self, like: Tensor) -> Tensor | None:
+        """See `OpenWindow.lend`."""
         return self.window.lend(like)
+
+    def combine(self, o: Tensor) -> Tensor:
+        """o (M_max, d) -> (T, d): each token's sum over the ranks it was sent to, in fp32 or better, in rank order."""
+        total: Tensor = from_experts(o, None, *self.places, self.precision, self.window)[0]
+        return total
 
 
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -273,8 +274,8 @@ _puts_tokens = partial(Operator, arguments=_WindowArguments(puts_results=False),
 to_experts = _puts_tokens(
     "to_experts",
     _to_experts,
-    "(Tensor x, Tensor scores, Tensor row_of_pair, Tensor pair_of_row, Tensor? pair_start_of_token, "
-    "Tensor row_start_of_expert, Tensor layer, SymInt room, str precision, str window) -> "
+    "(Tensor x, Tensor scores, Tensor token_of_row, Tensor pair_of_row, Tensor row_of_pair, "
+    "Tensor? pair_start_of_token, Tensor row_start_of_expert, Tensor layer, SymInt room, str precision, str window) -> "
     f"(Tensor, Tensor, {_INDICES})",
     _to_experts_fake,
 )

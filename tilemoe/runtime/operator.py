@@ -7,20 +7,30 @@ plain tensors that none of these observes runs the implementation directly (docs
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from inspect import signature
 from traceback import clear_frames
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilemoe.runtime.device import has_triton
-from tilemoe.runtime.imports import after_import
-from tilemoe.runtime.launch_cache import LaunchCache
+from tilemoe.runtime.precompile import Precompile, active
 from tilemoe.runtime.tensors import PLAIN
+
+if TYPE_CHECKING:
+    from tilemoe.runtime.launch_trace import LaunchTrace, LaunchTracer
+
+MAX_LAYOUTS = 256  # per operator; beyond, the oldest is forgotten, and recorded again if it is still in use
+_UNKNOWN = object()
 
 Args = tuple[Any, ...]
 Save = Callable[[Any, Args, Any], None]
@@ -45,6 +55,53 @@ class Arguments:
 
 
 _AS_GIVEN = Arguments()
+
+
+class LaunchCache:
+    """The recordings of one operator by layout of the operands (`tilemoe.runtime.launch_trace`). The first call with a
+    layout compiles missing kernels, the second is recorded, and later ones replay it. The first is not recorded, since
+    lengths that vary from call to call are not worth it.
+    """
+
+    def __init__(self, compiles_first: bool = True) -> None:
+        self._compiles_first = compiles_first
+        # Layouts of the operands -> a recording; False: seen once; None: the call cannot be replayed.
+        self.known: dict[Any, LaunchTrace | bool | None] = {}
+
+    def look_up(self, operands: tuple[Any, ...]) -> tuple[LaunchTrace | None, LaunchTracer | Precompile | None]:
+        """(the recording to replay, or None; the context manager that watches this call, or None).
+
+        ``operands``: a tensor on the current GPU, then all other tensors and values that launches depend on.
+        """
+        if active() is not None:
+            return None, None
+        first = operands[0]
+        traces = _launch_trace()
+        layouts = (
+            first.device,
+            *[traces.layout(operand) if isinstance(operand, Tensor) else operand for operand in operands],
+            # For fp32, how it is multiplied.
+            torch.backends.cuda.matmul.fp32_precision if first.dtype == torch.float32 else None,
+        )
+        known: Any = self.known.get(layouts, _UNKNOWN)  # looked up once: another thread may remove it
+        if known is _UNKNOWN:
+            if len(self.known) >= MAX_LAYOUTS:
+                for oldest in tuple(self.known)[:1]:  # none, if other threads have removed all
+                    self.known.pop(oldest, None)
+            self.known[layouts] = False
+            return None, None if traces.is_hooked() or not self._compiles_first else Precompile(first.device)
+        if known is None or traces.is_hooked():
+            return None, None
+        if known is not False:
+            return known, None
+        return None, traces.LaunchTracer(operands, partial(self.known.__setitem__, layouts))
+
+
+@cache
+def _launch_trace() -> Any:
+    from tilemoe.runtime import launch_trace  # here, because it imports Triton
+
+    return launch_trace
 
 
 class Operator:
@@ -87,7 +144,6 @@ class Operator:
             self.registered.register_fake(self._run_fake)
             if flops is not None:
                 packet = getattr(torch.ops.tilemoe, name)
-                # importing the counter imports Triton, which a CPU does not need
                 after_import("torch.utils.flop_counter", lambda m: m.register_flop_formula(packet)(flops))
 
     def register_autograd(self, backward: Backward, save: Save) -> None:
@@ -290,3 +346,32 @@ def _without_none(output: Any, like: Tensor) -> Any:
     if not isinstance(output, tuple):
         return output
     return tuple([like.new_empty(0) if each is None else each for each in output])
+
+
+def after_import(name: str, then: Callable[[ModuleType], object]) -> None:
+    """Call ``then`` with the module ``name``: now if it is already imported, else right after its import.
+
+    For PyTorch's FLOP counter: importing it also imports Triton, which takes 0.2 s, or logs a warning if there is none.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+
+    def find(fullname: str, *_: Any) -> ModuleSpec | None:
+        """The spec that the other finders give for the module, with a loader that then calls ``then``."""
+        if fullname != name:
+            return None
+        sys.meta_path.remove(finder)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_then(module: ModuleType) -> None:
+                load(module)
+                then(module)
+
+            spec.loader.exec_module = load_then  # type: ignore[method-assign]
+        return spec
+
+    finder: Any = SimpleNamespace(find_spec=find)
+    sys.meta_path.insert(0, finder)
