@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import text_files
 from tilemoe.data.conversations import read_examples
-from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_documents
+from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_parts
 
 
 def read_all(spec: Path | str) -> list[str]:
@@ -237,7 +237,7 @@ def test_file_that_vanished_is_named(folder: Path):
 
 def splits_of(path: Path, every: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"train": [], "heldout": []}
-    for split, text in split_documents(open_corpus(str(path)), every):
+    for _, split, text in split_parts(open_corpus(str(path)), every):
         found[split].append(text)
     return found
 
@@ -255,12 +255,6 @@ def test_cut_keeps_the_text_and_about_the_share(text: str, every: int):
     assert train + heldout == text
     share = len(text) // every
     assert share <= len(heldout) <= 2 * share
-
-
-@pytest.mark.parametrize("every", [1, 0, -3, 2.5, True])
-def test_heldout_every_is_checked(folder: Path, every: object):
-    with pytest.raises(ValueError, match="heldout_every must be an integer >= 2"):
-        split_documents(open_corpus(str(folder)), every)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tilemoe.checks import expand_user, require_int, told
+from tilemoe.checks import expand_user, told
 from tilemoe.data.text_files import (
     LONGEST_LINE,
     UNDECODABLE,
@@ -267,20 +267,13 @@ def unreadable(path: Path, error: OSError) -> ValueError:
     return ValueError(f"{error.filename or path}: cannot be read ({reason}); check that it exists and its permissions")
 
 
-def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split, str]]:
-    """(split, text) of `split_parts`, without the numbers."""
-    return ((split, text) for _, split, text in split_parts(corpus, heldout_every))
-
-
 def split_parts(corpus: Corpus, heldout_every: int) -> Iterator[tuple[TextNumber, Split, str]]:
     """(number, split, text) of every part that is not empty, in the corpus' order.
 
     Document ``heldout_every - 1`` and every ``heldout_every``-th after it are held out. If the corpus has fewer than
     ``heldout_every`` documents, such as a single text file, the last ``1 / heldout_every`` of each document is held out
     instead, from the start of a line if one is near before that point. Successive parts of one number are one text.
-    ValueError unless heldout_every >= 2.
     """
-    require_int("heldout_every", heldout_every, 2)
     has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
 
     def splits(place: int, text: str) -> Iterable[tuple[Split, str]]:

@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tilemoe.checks import expand_user, told
 from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
-from tilemoe.data.corpus import Corpus, clean_text, split_documents
+from tilemoe.data.corpus import Corpus, clean_text, split_parts
 from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
 from tilemoe.files import only_one_process, read_text, write_atomic
 
@@ -286,7 +286,7 @@ def _train_bpe(corpus: Corpus, vocab_size: int, heldout_every: int) -> tokenizer
 
 def _training_sample(corpus: Corpus, heldout_every: int) -> Iterator[str]:
     stride = 1 + corpus.file_bytes() // _BPE_SAMPLE_BYTES
-    texts = (text for split, text in split_documents(corpus, heldout_every) if split == "train")
+    texts = (text for _, split, text in split_parts(corpus, heldout_every) if split == "train")
     pieces = chain.from_iterable(map(pieces_of, islice(texts, 0, None, stride)))
     return chain.from_iterable(map(_without_longer_words, pieces))
 
