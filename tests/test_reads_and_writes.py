@@ -60,7 +60,7 @@ BY_NAME = {
 # Modules that parse JSON which no file holds that a user edits: messages between processes, records, rows of a corpus,
 # of which the last of two names counts as in other readers.
 OWN_JSON = {"bench/record.py", "checks.py", "cli/doctor_checks.py", "data/bounded.py", "data/text_files.py"}
-OWN_JSON |= {"train/job/agreement.py", "train/job/watch.py"}
+OWN_JSON |= {"train/job/collective.py", "train/job/watch.py"}
 # Whoever runs it says where its figures and records go.
 ASKED_FOR = ("bench/", "plots.py")
 WRITERS = {"write_text", "write_bytes", "touch", "save_file", "save_model", "savefig"}

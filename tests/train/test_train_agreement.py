@@ -23,8 +23,7 @@ from tilemoe.models import sums
 from tilemoe.models.sums import file_entries
 from tilemoe.train.config import Recipe
 from tilemoe.train.job import collective
-from tilemoe.train.job.agreement import DisagreementError, require_same
-from tilemoe.train.job.collective import entries_of_hosts
+from tilemoe.train.job.collective import DisagreementError, entries_of_hosts, require_same
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import settings_of_process
 

@@ -23,7 +23,7 @@ from tilemoe.train.checkpoints.folder import (
     open_checkpoint,
     resolve_checkpoint,
 )
-from tilemoe.train.checkpoints.leftovers import delete_files
+from tilemoe.train.checkpoints.names import delete_files
 from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import OptimConfig, Recipe, load_recipe

@@ -13,8 +13,7 @@ from helpers import raises_one_line
 
 from tilemoe.files import never_a_link, only_one_process, write_atomic
 from tilemoe.train.checkpoints.folder import drop_old, find_latest, open_checkpoint
-from tilemoe.train.checkpoints.leftovers import temporary_of, trash_of
-from tilemoe.train.checkpoints.names import list_checkpoints
+from tilemoe.train.checkpoints.names import list_checkpoints, temporary_of, trash_of
 from tilemoe.train.config import Recipe
 from tilemoe.train.run import RunResult, train
 

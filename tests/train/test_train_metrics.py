@@ -20,10 +20,9 @@ from tilemoe.config import to_dict
 from tilemoe.plots import run_figure
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
-from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
+from tilemoe.train.metrics import MetricsWriter, TensorBoard, WandB, read_metrics, truncate_metrics
 from tilemoe.train.progress import Phases, Reporter, Speed, StepStats, TerminalReporter
 from tilemoe.train.run import train
-from tilemoe.train.trackers import TensorBoard, WandB
 
 
 def write_run(folder: Path, steps: int = 6, experts: bool = True, shared: bool = False) -> Path:

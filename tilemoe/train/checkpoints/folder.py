@@ -47,9 +47,17 @@ from tilemoe.models.sums import (
     require_files,
     require_sizes,
 )
-from tilemoe.train.checkpoints.leftovers import delete_files, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
-from tilemoe.train.checkpoints.names import GONE, STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
+from tilemoe.train.checkpoints.names import (
+    GONE,
+    STATE_FILE,
+    delete_files,
+    is_step_dir,
+    list_checkpoints,
+    step_dir,
+    step_of,
+    temporary_of,
+)
 from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import (
     is_shared,

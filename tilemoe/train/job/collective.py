@@ -1,8 +1,9 @@
-"""Collectives of a job's processes while they train; with a single process they return its own values."""
+"""How a job's processes start with the same settings, and their collectives; a single process gets its own values."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import signal
 import socket
@@ -20,9 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tilemoe.checks import told
 from tilemoe.models.sums import Entries, file_entries
-from tilemoe.train.job.agreement import DisagreementError, of_all_ranks, require_same
-from tilemoe.train.job.processes import Job, JobError
-from tilemoe.train.job.signals import ignore_sigterm
+from tilemoe.train.config import differences
+from tilemoe.train.job.processes import Job, JobError, ignore_sigterm
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
 # Gloo's failures are plain RuntimeErrors; their text has one of these.
@@ -31,6 +31,10 @@ _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by pe
 LATER_SECONDS = 15
 _POLL_SECONDS = 0.05
 _LONGEST = 1000  # characters of an error that are sent to other processes
+
+
+class DisagreementError(ValueError):
+    """The processes of a job do not have the same settings; all of them raise it, and its line names what differs."""
 
 
 @contextlib.contextmanager
@@ -100,6 +104,35 @@ def _told(error: BaseException) -> str:
 def _is_lost_process(error: BaseException) -> bool:
     """Whether ``error`` comes from a failed collective, as after the loss of a process."""
     return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
+
+
+def require_same(store: Store, job: Job, settings: Mapping[str, Any]) -> None:
+    """Check that all processes have the same ``settings``, which must be JSON values. All must call it.
+
+    DisagreementError: in all processes, if one differs from rank 0; it names the first setting that differs.
+    """
+    store.set(f"settings of {job.rank}", json.dumps(settings))
+    if job.is_first:
+        store.set("difference", _first_difference(store, job))
+    difference = store.get("difference").decode()
+    if difference:
+        raise DisagreementError(f"{difference}; start all processes with the same settings, text and packages")
+
+
+def _first_difference(store: Store, job: Job) -> str:
+    first = json.loads(store.get("settings of 0"))
+    for rank in range(1, job.world_size):
+        other = json.loads(store.get(f"settings of {rank}"))
+        for difference in differences(first, other, "", "in rank 0", f"in rank {rank}"):
+            return difference
+    return ""
+
+
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """All-gather of a small picklable ``value``: a list by rank. All processes must call it and be in ``group``."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def any_process(flag: bool, job: Job) -> bool:
