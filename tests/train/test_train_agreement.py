@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from changes import changed
 from helpers import run_in_threads, write_corpus
 from processes import run
 from test_train_distributed import written
@@ -150,11 +151,12 @@ def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path
         (tmp_path / name).mkdir()
     copied, other = (write_corpus(tmp_path / name, seed) for name, seed in (("same", 0), ("other", 1)))
     assert of_ranks([ours, ours, settings(moe_recipe, copied)]) == [""] * 3, "only the place of the text differs"
-    assert moe_recipe.model.moe is not None
-    wider = replace(moe_recipe.model, moe=replace(moe_recipe.model.moe, intermediate_size=24))
     for theirs, message in (
-        (settings(replace(moe_recipe, train=replace(moe_recipe.train, seed=7))), "train.seed is 0 in rank 0 and 7 in"),
-        (settings(replace(moe_recipe, model=wider)), "model.moe.intermediate_size is 16 in rank 0 and 24 in rank 2"),
+        (settings(changed(moe_recipe, train__seed=7)), "train.seed is 0 in rank 0 and 7 in"),
+        (
+            settings(changed(moe_recipe, model__moe__intermediate_size=24)),
+            "model.moe.intermediate_size is 16 in rank 0 and 24 in rank 2",
+        ),
         (settings(moe_recipe, other), "the digest of data.corpus is '"),
         (ours | {"tilemoe": "0.0.1"}, "tilemoe is '0.1.0, source "),
         (

@@ -100,25 +100,18 @@ def test_a_bad_setting_is_one_line_that_names_it(kind: type, values: dict[str, o
         kind(**values)
 
 
-def test_settings_that_do_not_fit_together() -> None:
-    recipe = load_recipe("smoke")
-    with pytest.raises(ValueError, match=r"data\.seq_len .* model\.max_seq_len"):
-        replace(recipe, data=replace(recipe.data, seq_len=10_000))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "somewhere: "),
+        ("{", "cannot be read"),
         ("[]", "table of settings"),
         ('{"name": "x"}', "description: required"),
         ('{"nmae": "x"}', "nmae: no such setting"),
     ],
 )
 def test_a_broken_recipe_file_is_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="somewhere") as caught:
+    with raises_one_line(f"^somewhere: .*{message}"):
         parse_recipe(text, "somewhere")
-    assert message in str(caught.value)
 
 
 def test_a_number_that_is_not_whole_is_named() -> None:
@@ -128,6 +121,8 @@ def test_a_number_that_is_not_whole_is_named() -> None:
         parse_recipe(json.dumps(settings), "here")
     settings["train"]["steps"] = 3e0
     assert parse_recipe(json.dumps(settings), "here").train.steps == 3
+    with raises_one_line(r"here: data\.seq_len .* model\.max_seq_len"):
+        parse_recipe(json.dumps(settings | {"data": settings["data"] | {"seq_len": 10_000}}), "here")
     settings["model"]["moe"]["hidden_size"] = 64
     with raises_one_line(r"model\.moe\.hidden_size \(64\) must equal model\.hidden_size \(32\)"):
         parse_recipe(json.dumps(settings), "here")

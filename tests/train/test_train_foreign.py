@@ -159,7 +159,8 @@ def test_rotation_takes_nothing_of_others(run: Path, theirs: Path, dense_recipe:
     """Folders and links by the names of checkpoints, notes in a checkpoint, files by names like ours."""
     for name in OTHERS:
         (run / name).write_bytes(WORK)
-    for name in ("step_00000001", "STEP_00000001", "STEP_00000003", ".TMP-step_00000003"):
+    likes = (".tmp-step_00000003", f".tmp-step_00000003-{'0' * 16}", ".trash-step_00000002", ".TMP-step_00000003")
+    for name in ("step_00000001", "STEP_00000001", "STEP_00000003", *likes):
         a_photo(run / name)
     (run / "step_00000000").symlink_to(theirs / "folder")
     shutil.copytree(run / "step_00000002", run / "step_000000002")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changes import words_of
 from helpers import losses, raises_one_line, watch_attention
 from peft import PeftModel
 from test_hf_quantized import wide
@@ -151,7 +152,7 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     options = {"train.steps": 2, "train.out-dir": out, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir,
                "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4}  # fmt: skip
     words = ["--recipe", "smoke", "--init-from", str(base), "--train.no-plot"]
-    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += words_of(options)
     lora = ["--lora.rank", "2", "--lora.storage", "nf4"]
 
     def refused(words: list[str], message: str) -> None:

@@ -232,15 +232,6 @@ def test_phases_add_up_to_what_a_run_takes(moe_recipe: Recipe) -> None:
     assert phases["saves"] == pytest.approx(sum(result["seconds_of_saves"]), abs=0.002)
 
 
-def test_a_phase_that_returns_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 10.5, 12.5, 13.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    phases = Phases(seconds_ago=2.0)
-    assert [phases.end(name) for name in ("imports", "steps", "imports")] == [2.5, 2.0, 0.5]
-    assert phases.seconds == {"imports": 3.0, "steps": 2.0}
-    assert str(phases) == "imports 3.0, steps 2.0; together 5.0 s"
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads when a process was made from Linux' /proc")
 def test_the_first_phases_begin_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the other's torchrun. The system counts in hundredths of a second."""

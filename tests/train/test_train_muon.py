@@ -128,13 +128,6 @@ def test_which_parameters_of_a_decoder_are_muons(tied: bool) -> None:
     assert sum(map(len, groups)) == len(name_of)
 
 
-def test_frozen_parameters_are_in_no_group() -> None:
-    model = DecoderLM(MODEL).requires_grad_(False)
-    model.blocks[1].mlp.experts.w1.requires_grad_(True)
-    groups = make_optimizer(model, CONFIG).param_groups
-    assert [len(group["params"]) for group in groups] == [1, 0, 0]
-
-
 def separate(weight: Tensor, gate_up: str | None) -> list[Tensor]:
     """Views of the matrices of (..., m, n), of all gates first; ``gate_up`` None: each is one."""
     halves = [weight]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from changes import changed
 
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.run import train
@@ -81,12 +82,7 @@ def test_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe: Recipe) -> None:
-    recipe = replace(
-        moe_recipe,
-        data=replace(moe_recipe.data, tokenizer="bpe:300"),
-        model=replace(moe_recipe.model, vocab_size=300),
-        train=replace(moe_recipe.train, sample_prompt="#" * 50),
-    )
+    recipe = changed(moe_recipe, data__tokenizer="bpe:300", model__vocab_size=300, train__sample_prompt="#" * 50)
     with pytest.raises(ValueError, match=r"^train\.sample_prompt: \d+ tokens fill the context of 16; shorten it$"):
         train(recipe)
     assert not Path(recipe.train.out_dir).exists()
@@ -95,9 +91,7 @@ def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe
 def test_a_router_that_cannot_learn(tmp_path: Path) -> None:
     """Adapters beside a frozen router can."""
     recipe = recipe_with(tmp_path / "run")
-    assert recipe.model.moe is not None
-    model = replace(recipe.model, moe=replace(recipe.model.moe, num_experts_per_tok=1))
-    recipe = replace(recipe, model=model, optim=replace(recipe.optim, name="adamw"))
+    recipe = changed(recipe, model__moe__num_experts_per_tok=1, optim__name="adamw")
     adapters = replace(recipe, lora=LoRAConfig(rank=2))
     training = replace(recipe, lora=LoRAConfig(rank=2, train_router=True))
     for refused, init_from in ((recipe, None), (training, tmp_path)):

@@ -19,13 +19,19 @@ from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
 
 
+def begin(
+    folder: Path, recipe: Recipe, step: int, training: tuple[Any, Any], saver: Saver, keep_last: int = 9
+) -> PendingCheckpoint:
+    """The checkpoint of a model and its optimiser after ``step`` steps, on bytes."""
+    state = TrainState(recipe, step, 10 * step, 1.5, "abc")
+    tokenizer = load_tokenizer("bytes")
+    return PendingCheckpoint(folder, state, *training, tokenizer=tokenizer, keep_last=keep_last, saver=saver)
+
+
 def write_checkpoint(recipe: Recipe) -> Path:
     model = build_model(recipe, torch.device("cpu"))
-    state = TrainState(recipe, 3, 30, 1.5, "abc")
-    return PendingCheckpoint(
-        Path(recipe.train.out_dir), state, model, make_optimizer(model, recipe.optim),
-        tokenizer=load_tokenizer("bytes"), keep_last=2, saver=Saver(),
-    ).finish()  # fmt: skip
+    training = model, make_optimizer(model, recipe.optim)
+    return begin(Path(recipe.train.out_dir), recipe, 3, training, Saver(), keep_last=2).finish()
 
 
 def sign(path: Path, tensors: Any = None) -> None:
