@@ -246,7 +246,7 @@ def test_single_file_holds_out_its_last_lines(tmp_path: Path):
 
 @given(st.text(alphabet="ab\n é", max_size=400), st.integers(2, 30))
 def test_cut_keeps_the_text_and_about_the_share(text: str, every: int):
-    (_, train), (_, heldout) = _by_end(iter([text]), every)
+    (_, train), (_, heldout) = _by_end(text, every)
     assert train + heldout == text
     share = len(text) // every
     assert share <= len(heldout) <= 2 * share

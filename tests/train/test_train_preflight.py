@@ -19,10 +19,8 @@ GB = 10**9
 
 
 def recipe_with(out_dir: Path, corpus: str = "/no/such/corpus", **model: Any) -> Recipe:
-    recipe = load_recipe("tiny")
-    data = replace(recipe.data, corpus=corpus)
-    settings = replace(recipe.train, out_dir=str(out_dir))
-    return replace(recipe, data=data, train=settings, model=replace(recipe.model, **model))
+    recipe = changed(load_recipe("tiny"), data__corpus=corpus, train__out_dir=str(out_dir))
+    return replace(recipe, model=replace(recipe.model, **model))
 
 
 def test_a_file_in_the_way_is_called_a_file(tmp_path: Path) -> None:
@@ -74,11 +72,11 @@ def test_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path / "run", vocab_size=256)
     data = replace(recipe.data, tokenizer="bytes")
     for prompt, message in (("x" * recipe.model.max_seq_len, "tokens fill the context"), ("\0", "it has no tokens")):
-        changed = replace(recipe, data=data, train=replace(recipe.train, sample_prompt=prompt))
+        prompted = changed(recipe, data=data, train__sample_prompt=prompt)
         with pytest.raises(ValueError, match=rf"^train\.sample_prompt: .*{message}"):
-            train(changed)
+            train(prompted)
         with pytest.raises(ValueError, match="no/such/corpus"):
-            train(replace(changed, train=replace(changed.train, sample_tokens=0)))
+            train(changed(prompted, train__sample_tokens=0))
 
 
 def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe: Recipe) -> None:

@@ -48,8 +48,10 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             source = read_text(path)
         if isinstance(source, list):  # transformers before 5 saved several templates as a list
             source = {entry["name"]: entry["template"] for entry in source}
-        if isinstance(source, dict):
-            source = _default(source)
+        if isinstance(source, dict):  # transformers applies the one named "default"
+            if source and "default" not in source:
+                raise ValueError(f"none of its templates {', '.join(map(repr, sorted(source)))} is named 'default'")
+            source = source.get("default")
         if source is None:
             return None
         tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
@@ -59,11 +61,3 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
     return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
-
-
-def _default(templates: dict[str, str]) -> str | None:
-    """The template named "default", which transformers applies; None: there are none. ValueError: none is named so."""
-    if templates and "default" not in templates:
-        names = ", ".join(map(repr, sorted(templates)))
-        raise ValueError(f"none of its templates {names} is named 'default'")
-    return templates.get("default")

@@ -278,18 +278,16 @@ def split_parts(corpus: Corpus, heldout_every: int) -> Iterator[tuple[TextNumber
 
     def splits(place: int, text: str) -> Iterable[tuple[Split, str]]:
         if not has_whole_documents:
-            return _by_end(iter([text]), heldout_every)
+            return _by_end(text, heldout_every)
         return [("heldout" if (place + 1) % heldout_every == 0 else "train", text)]
 
     numbered = enumerate(corpus.parts())
     return ((number, *pair) for i, (number, text) in numbered for pair in splits(i, text) if pair[1])
 
 
-def _by_end(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:
-    for text in texts:
-        share = len(text) // every
-        end = len(text) - share
-        # Search a line start no further than one more share back: a short first line must not hold out all the rest.
-        cut = text.rfind("\n", max(end - share, 0), end) + 1 or end
-        yield "train", text[:cut]
-        yield "heldout", text[cut:]
+def _by_end(text: str, every: int) -> list[tuple[Split, str]]:
+    share = len(text) // every
+    end = len(text) - share
+    # Search a line start no further than one more share back: a short first line must not hold out all the rest.
+    cut = text.rfind("\n", max(end - share, 0), end) + 1 or end
+    return [("train", text[:cut]), ("heldout", text[cut:])]

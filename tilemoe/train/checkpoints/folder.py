@@ -160,13 +160,8 @@ def state_json(state: TrainState) -> bytes:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return canonical(
         {
+            **to_dict(state),
             "format": FORMAT,
-            "recipe": to_dict(state.recipe),
-            "step": state.step,
-            "tokens": state.tokens,
-            "seconds": state.seconds,
-            "data_fingerprint": state.data_fingerprint,
-            "processes": state.processes,
             "torch": torch.__version__,
             "rng_cpu": torch.get_rng_state().numpy().tobytes().hex(),
             "rng_cuda": [generator.numpy().tobytes().hex() for generator in cuda],
