@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import raises_one_line
+from small_runs import begin
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from untrusted_files import begin
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.kernels.experts.table import STORAGES
@@ -277,21 +276,6 @@ def check_a_checkpoint_written_meanwhile() -> None:
     dist.barrier()
 
 
-def check_a_write_that_tells_places_in_its_file_alone() -> None:
-    """As PyTorch 2.11's."""
-    training, finish = resumed("adamw", MESHES["FSDP"]), FileSystemWriter.finish
-
-    def finish_a_copy(writer: FileSystemWriter, metadata: Metadata, results: Any) -> None:
-        finish(writer, replace(metadata), results)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystemWriter, "finish", finish_a_copy)
-        path = save(run_dir() / "old", recipe_of("adamw"), 2, training)
-    dist.barrier()
-    open_checkpoint(path).load_training(*training)
-    assert_state(training, "adamw", 2)
-
-
 def check_a_process_writes_several_files() -> None:
     """Of about as many bytes; where one of them fails it is the error of all, and there is no checkpoint."""
     torch.manual_seed(0)
@@ -472,7 +456,7 @@ ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
     check_start_from_a_model, check_steps_by_moments_of_a_byte,
-    check_a_write_that_tells_places_in_its_file_alone, check_a_process_writes_several_files,
+    check_a_process_writes_several_files,
 )  # fmt: skip
 ON_TWO = (
     check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,

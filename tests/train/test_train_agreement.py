@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from changes import changed
 from helpers import run_in_threads, write_corpus
 from processes import run
+from small_runs import changed
 from test_train_distributed import written
 
 from tilemoe.data import prepare

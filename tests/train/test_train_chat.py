@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
-from changes import changed, words_of
 from helpers import losses, raises_one_line
+from small_runs import changed, words_of
 from test_train_initial import of_models, write_model
 from test_train_loop import data_of
 from transformers import AutoModelForCausalLM, AutoTokenizer

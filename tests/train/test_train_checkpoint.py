@@ -10,8 +10,8 @@ import torch
 from helpers import raises_one_line
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
+from small_runs import begin
 from torch import nn
-from untrusted_files import begin
 
 from tilemoe.models.sums import file_entries
 from tilemoe.testing import assert_equal

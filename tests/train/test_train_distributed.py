@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from changes import changed
 from helpers import losses, raises_one_line
 from processes import Ended, run
+from small_runs import changed
 from test_train_hf_base import adapted, write_base
 
 from tilemoe.cli.main import main

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from changes import changed
 from helpers import losses, raises_one_line
+from small_runs import changed
 from test_train_distributed import trained_by, written
 from torch import nn
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from changes import words_of
 from helpers import losses, raises_one_line, watch_attention
 from peft import PeftModel
+from small_runs import words_of
 from test_hf_quantized import wide
 from test_hf_quantized_folders import gpt_oss_folder
 from test_train_lora import losses_of_a_plain_loop

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from changes import changed
 from helpers import timeless
+from small_runs import changed
 
 from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, sequential_windows

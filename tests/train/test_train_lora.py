@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
-from changes import changed, words_of
 from helpers import losses, raises_one_line
 from peft import PeftModel
+from small_runs import changed, words_of
 from test_train_initial import of_models, write_model
 from transformers import AutoModelForCausalLM
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from changes import changed
+from small_runs import changed
 
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.run import train

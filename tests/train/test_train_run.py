@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from changes import changed
 from helpers import losses, raises_one_line, timeless
+from small_runs import changed
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, TokenRounding, to_dict
@@ -371,8 +371,9 @@ def test_what_cannot_be_resumed(moe_recipe: Recipe, dense_recipe: Recipe, tmp_pa
     checkpoint = open_checkpoint(Path(moe_recipe.train.out_dir) / "step_00000003")
     with pytest.raises(CheckpointError, match=r"another model: model\.moe is None here"):
         train(dense_recipe, checkpoint)
-    for path, value in (("train__seed", 1), ("train__accumulation", 2), ("data__batch_size", 5)):
-        with pytest.raises(CheckpointError, match=rf"{path.replace('__', '.')} is {value} here"):
+    fixed = {"train__seed": 1, "train__accumulation": 2, "data__batch_size": 5, "optim__name": "muon"}
+    for path, value in fixed.items():
+        with pytest.raises(CheckpointError, match=rf"{path.replace('__', '.')} is {value!r} here"):
             train(changed(moe_recipe, **{path: value}), checkpoint)
     with pytest.raises(CheckpointError, match=r"past train\.steps \(2\)"):
         train(replace(moe_recipe, train=replace(moe_recipe.train, steps=2)), checkpoint)

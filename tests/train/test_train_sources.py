@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from changes import words_of
 from helpers import losses, raises_one_line, write_corpus
+from small_runs import words_of
 from test_train_chat import write_chats
 from torch import nn
 

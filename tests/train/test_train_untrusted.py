@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers import raises_one_line
 from safetensors.torch import load_file, save_file
-from untrusted_files import sign, write_sharded
+from small_runs import sign, write_sharded
 
 from tilemoe.cli.main import main
 from tilemoe.models.sums import _digest, canonical, file_entries, manifest_of

@@ -1,8 +1,9 @@
-"""Checkpoints on a small scale, to be changed and signed anew, as anybody can."""
+"""Recipes, command lines and checkpoints on a small scale, to be changed, and signed anew, as anybody can."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,19 @@ from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
+
+
+def changed(config: Any, **settings: Any) -> Any:
+    """``config`` with other settings, by their paths: ``changed(recipe, train__steps=3, model__moe__save="fp8")``."""
+    for path, value in settings.items():
+        name, _, rest = path.partition("__")
+        config = replace(config, **{name: changed(getattr(config, name), **{rest: value}) if rest else value})
+    return config
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """The command line of ``options``, by name."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def begin(
