@@ -12,9 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tilemoe.data.bounded import Renderer
 from tilemoe.data.chat_encoder import ChatEncoder
-from tilemoe.data.chat_template import PLAIN, ChatTemplate
 from tilemoe.data.conversations import Conversation
-from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
+from tilemoe.data.tokenizer import PLAIN, ChatTemplate, Tokenizer, load_tokenizer
 
 MESSAGES = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo!"})
 NESTED = "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}"

@@ -17,10 +17,9 @@ from transformers import AutoTokenizer
 
 from tilemoe.data import PackedDocuments, Prepared, TokenShards, prepare, prepare_chat
 from tilemoe.data.chat_encoder import ChatEncoder
-from tilemoe.data.chat_template import read_chat_template
 from tilemoe.data.conversations import CHAT_SUFFIXES, Conversation, read_examples
 from tilemoe.data.corpus import open_corpus
-from tilemoe.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from tilemoe.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, read_chat_template
 
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo!"}
 CHAT = {"messages": [ASK, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "é"}]}

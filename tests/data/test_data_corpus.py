@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
-from tilemoe.data import text_files
 from tilemoe.data.conversations import read_examples
 from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_parts
 
@@ -276,7 +275,7 @@ def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_file_that_grows_without_measure_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(text_files, "_ALWAYS", 1 << 16)
+    monkeypatch.setattr(corpus_module, "_ALWAYS", 1 << 16)
     path = tmp_path / name
     if name == "a.parquet":
         texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 900, pyarrow.int32()), ["a" * 9000])

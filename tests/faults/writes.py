@@ -18,7 +18,7 @@ from helpers import timeless, tiny_model
 
 from tilemoe.cli import export
 from tilemoe.data import Prepared, Tokenizer, load_tokenizer, prepare
-from tilemoe.data.chat_template import ChatTemplate
+from tilemoe.data.tokenizer import ChatTemplate
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.models.sums import checked
 from tilemoe.train.checkpoints.distributed import JobSaver

@@ -19,7 +19,17 @@ import numpy as np
 from tilemoe.checks import expand_user
 from tilemoe.data.chat_encoder import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
-from tilemoe.data.corpus import SPLITS, STDLIB, Corpus, Split, TextNumber, open_corpus, split_parts
+from tilemoe.data.corpus import (
+    LONGEST_LINE,
+    SPLITS,
+    STDLIB,
+    Corpus,
+    Split,
+    TextNumber,
+    Undecodable,
+    open_corpus,
+    split_parts,
+)
 from tilemoe.data.mixture import Mixture
 from tilemoe.data.packing import FLAGS, PackedDocuments, Packing, flagged
 from tilemoe.data.shards import (
@@ -32,7 +42,6 @@ from tilemoe.data.shards import (
     token_dtype,
     write_index,
 )
-from tilemoe.data.text_files import LONGEST_LINE, Undecodable
 from tilemoe.data.tokenizer import BYTES, TokenIds, Tokenizer, load_tokenizer, pieces_of
 from tilemoe.files import only_one_process, staged_folder
 

@@ -30,8 +30,7 @@ from torch import nn
 
 from tilemoe.checks import parse_json, told
 from tilemoe.config import ModelConfig, to_dict
-from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.data.tokenizer import BYTES, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, Tokenizer
 from tilemoe.files import fsync, read_text, rename_synced
 from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tilemoe.config import ModelConfig
 from tilemoe.data import Tokenizer, load_tokenizer
-from tilemoe.data.chat_template import PLAIN
+from tilemoe.data.tokenizer import PLAIN
 from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder, mixes_documents
 from tilemoe.integrations.hf_folder import dtype_of
 from tilemoe.layers.experts import Experts
