@@ -51,7 +51,7 @@ BY_NAME = {
     "bench/report.py": {"_html"},
     "cli/doctor_checks.py": {"recorded_speeds"},
     "data/bounded.py": {"_serve"},
-    "data/text_files.py": {"_open_binary"},
+    "data/corpus.py": {"_open_binary"},
     "files.py": {"digest_of_sources", "open_regular"},
     "train/checkpoints/sharded_state.py": {"_free_bytes"},
     "train/config.py": {"load_recipe"},
@@ -59,8 +59,8 @@ BY_NAME = {
 }
 # Modules that parse JSON which no file holds that a user edits: messages between processes, records, rows of a corpus,
 # of which the last of two names counts as in other readers.
-OWN_JSON = {"bench/record.py", "checks.py", "cli/doctor_checks.py", "data/bounded.py", "data/text_files.py"}
-OWN_JSON |= {"train/job/agreement.py", "train/job/watch.py"}
+OWN_JSON = {"bench/record.py", "checks.py", "cli/doctor_checks.py", "data/bounded.py", "data/corpus.py"}
+OWN_JSON |= {"train/job/collective.py", "train/job/watch.py"}
 # Whoever runs it says where its figures and records go.
 ASKED_FOR = ("bench/", "plots.py")
 WRITERS = {"write_text", "write_bytes", "touch", "save_file", "save_model", "savefig"}

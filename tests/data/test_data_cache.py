@@ -206,13 +206,6 @@ def test_id_outside_the_vocabulary_is_refused(tmp_path: Path, wrong: int):
         assert writer.entry()["num_tokens"] == 0
 
 
-def test_reading_outside_is_refused(write_shards: Write):
-    shards = write_shards(range(20))
-    for start, length in ((-1, 2), (0, 21), (20, 1), (3, -1)):
-        with pytest.raises(ValueError, match=f"start {start} and length {length} reach outside the 20 tokens"):
-            shards.read(start, length)
-
-
 def test_a_shard_that_changes_while_it_is_read(write_shards: Write):
     """Mapped, one that is cut short ended the process with SIGBUS; one that is deleted is read on."""
     shards = write_shards(range(20))

@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
-from tilemoe.data import text_files
 from tilemoe.data.conversations import read_examples
-from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_documents
+from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_parts
 
 
 def read_all(spec: Path | str) -> list[str]:
@@ -150,14 +149,9 @@ def test_long_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path, mo
     assert "".join(pieces) == content
     assert len(pieces) > 10
     assert all(text.endswith("\n") and 100 <= len(text) < 120 for text in pieces[:-1])
-
-
-def test_endless_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus_module, "_PIECE", 100)
-    (tmp_path / "a.txt").write_text("x" * 1001)
+    (tmp_path / "a.txt").write_text("x" * 1001)  # a line without an end
     lengths = list(map(len, read_all(tmp_path / "a.txt")))
-    assert sum(lengths) == 1001
-    assert max(lengths) <= 200
+    assert (sum(lengths), max(lengths)) == (1001, 200)
 
 
 def test_empty_file_keeps_its_position(tmp_path: Path):
@@ -237,7 +231,7 @@ def test_file_that_vanished_is_named(folder: Path):
 
 def splits_of(path: Path, every: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"train": [], "heldout": []}
-    for split, text in split_documents(open_corpus(str(path)), every):
+    for _, split, text in split_parts(open_corpus(str(path)), every):
         found[split].append(text)
     return found
 
@@ -251,16 +245,10 @@ def test_single_file_holds_out_its_last_lines(tmp_path: Path):
 
 @given(st.text(alphabet="ab\n é", max_size=400), st.integers(2, 30))
 def test_cut_keeps_the_text_and_about_the_share(text: str, every: int):
-    (_, train), (_, heldout) = _by_end(iter([text]), every)
+    (_, train), (_, heldout) = _by_end(text, every)
     assert train + heldout == text
     share = len(text) // every
     assert share <= len(heldout) <= 2 * share
-
-
-@pytest.mark.parametrize("every", [1, 0, -3, 2.5, True])
-def test_heldout_every_is_checked(folder: Path, every: object):
-    with pytest.raises(ValueError, match="heldout_every must be an integer >= 2"):
-        split_documents(open_corpus(str(folder)), every)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
@@ -287,7 +275,7 @@ def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_file_that_grows_without_measure_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(text_files, "_ALWAYS", 1 << 16)
+    monkeypatch.setattr(corpus_module, "_ALWAYS", 1 << 16)
     path = tmp_path / name
     if name == "a.parquet":
         texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 900, pyarrow.int32()), ["a" * 9000])

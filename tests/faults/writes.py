@@ -18,12 +18,12 @@ from helpers import timeless, tiny_model
 
 from tilemoe.cli import export
 from tilemoe.data import Prepared, Tokenizer, load_tokenizer, prepare
-from tilemoe.data.chat_template import ChatTemplate
+from tilemoe.data.tokenizer import ChatTemplate
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.models.sums import checked
 from tilemoe.train.checkpoints.distributed import JobSaver
 from tilemoe.train.checkpoints.folder import TrainState, find_latest
-from tilemoe.train.checkpoints.leftovers import clean_stale
+from tilemoe.train.checkpoints.names import clean_stale
 from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe

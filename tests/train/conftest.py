@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from distributed_checkpoint_checks import RUN
 from helpers import write_corpus
-from untrusted_files import write_checkpoint, write_sharded
+from small_runs import write_checkpoint, write_sharded
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig

@@ -14,15 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import raises_one_line
+from small_runs import begin
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
-from tilemoe.data import load_tokenizer
 from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.layers.lora import adapter_names, merge_lora, packed_weights
 from tilemoe.models.decoder import DecoderLM
@@ -36,18 +35,16 @@ from tilemoe.train.checkpoints import pending, sharded_state
 from tilemoe.train.checkpoints.distributed import JobSaver, require_shared, verified
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
-    TrainState,
     find_latest,
     list_checkpoints,
     open_checkpoint,
 )
-from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
-from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
-from tilemoe.train.checkpoints.restore import make_decoder
+from tilemoe.train.checkpoints.pending import Saver
+from tilemoe.train.checkpoints.restore import load_initial, make_decoder
 from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
-from tilemoe.train.job.agreement import of_all_ranks
+from tilemoe.train.job.collective import of_all_ranks
 from tilemoe.train.job.processes import Job
 from tilemoe.train.optim import make_optimizer, optimizer_tensors, split_name
 
@@ -130,13 +127,8 @@ def step(training: Training, number: int) -> None:
     model.update_selection_bias(out.tokens_per_expert, 0.01 * number)
 
 
-def state_of(recipe: Recipe, number: int) -> TrainState:
-    return TrainState(recipe, number, 10 * number, 1.5, "abc")
-
-
 def save(folder: Path, recipe: Recipe, number: int, training: Training, keep_last: int = 9) -> Path:
-    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last, "saver": JobSaver(60)}
-    return PendingCheckpoint(folder, state_of(recipe, number), *training, **options).finish()
+    return begin(folder, recipe, number, training, JobSaver(60), keep_last).finish()
 
 
 def whole_state(training: Training) -> dict[str, Tensor]:
@@ -251,8 +243,7 @@ def check_what_one_process_wrote() -> None:
             for parameter in trained(whole[0]):
                 parameter.grad = torch.randn_like(parameter)
             whole[1].step()
-            options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": Saver()}
-            PendingCheckpoint(run_dir() / "one" / kind, state_of(recipe_of(kind), 7), *whole, **options).finish()
+            begin(run_dir() / "one" / kind, recipe_of(kind), 7, whole, Saver()).finish()
             torch.save(whole_state(whole), run_dir() / f"{kind}_7.pt")
         dist.barrier()
         for name in ("FSDP", "EP 2 x FSDP 2"):
@@ -266,10 +257,9 @@ def check_a_checkpoint_written_meanwhile() -> None:
     """It holds what was there when it was begun, whatever is trained until it is finished."""
     torch.manual_seed(0)
     training = resumed("adamw", MESHES["EP 2 x FSDP 2"])
-    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": JobSaver(60)}
-    numbers, paths = (9, 10), []
+    saver, numbers, paths = JobSaver(60), (9, 10), []
     for number in numbers:  # the second copy takes the memory of the first
-        begun = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), number), *training, **options)
+        begun = begin(run_dir() / "other", recipe_of("adamw"), number, training, saver)
         step(training, number - 6)
         paths.append(begun.finish())
         assert begun.is_written
@@ -280,25 +270,10 @@ def check_a_checkpoint_written_meanwhile() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", _full_disk)
-        begun = PendingCheckpoint(run_dir() / "other", state_of(recipe_of("adamw"), 11), *training, **options)
+        begun = begin(run_dir() / "other", recipe_of("adamw"), 11, training, saver)
         with pytest.raises(CheckpointError, match=r"step_00000011 .*No space left.*step_00000010"):
             begun.finish()
     dist.barrier()
-
-
-def check_a_write_that_tells_places_in_its_file_alone() -> None:
-    """As PyTorch 2.11's."""
-    training, finish = resumed("adamw", MESHES["FSDP"]), FileSystemWriter.finish
-
-    def finish_a_copy(writer: FileSystemWriter, metadata: Metadata, results: Any) -> None:
-        finish(writer, replace(metadata), results)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystemWriter, "finish", finish_a_copy)
-        path = save(run_dir() / "old", recipe_of("adamw"), 2, training)
-    dist.barrier()
-    open_checkpoint(path).load_training(*training)
-    assert_state(training, "adamw", 2)
 
 
 def check_a_process_writes_several_files() -> None:
@@ -381,9 +356,7 @@ def check_start_from_a_model() -> None:
     whole, folder = base(), run_dir() / "initial"
     expected = whole.state_dict()
     if dist.get_rank() == 0:
-        options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 1, "saver": Saver()}
-        optimizer = make_optimizer(whole, OptimConfig(lr=0.1))
-        PendingCheckpoint(folder, state_of(recipe_of("adamw"), 1), whole, optimizer, **options).finish()
+        begin(folder, recipe_of("adamw"), 1, (whole, make_optimizer(whole, OptimConfig(lr=0.1))), Saver()).finish()
     dist.barrier()
     for config in MESHES.values():
         for source in (run_dir() / "base of adapters", folder):
@@ -483,7 +456,7 @@ ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
     check_start_from_a_model, check_steps_by_moments_of_a_byte,
-    check_a_write_that_tells_places_in_its_file_alone, check_a_process_writes_several_files,
+    check_a_process_writes_several_files,
 )  # fmt: skip
 ON_TWO = (
     check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,

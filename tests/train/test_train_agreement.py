@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_in_threads, write_corpus
 from processes import run
+from small_runs import changed
 from test_train_distributed import written
 
 from tilemoe.data import prepare
@@ -23,8 +24,7 @@ from tilemoe.models import sums
 from tilemoe.models.sums import file_entries
 from tilemoe.train.config import Recipe
 from tilemoe.train.job import collective
-from tilemoe.train.job.agreement import DisagreementError, require_same
-from tilemoe.train.job.collective import entries_of_hosts
+from tilemoe.train.job.collective import DisagreementError, entries_of_hosts, require_same
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import settings_of_process
 
@@ -97,20 +97,18 @@ def of_ranks(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes on one host and two on another: all get the entries of all files, or all the same error."""
-    hosts = {"a": (0, 1, 2), "b": (3, 4)}
-    host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
-    for host in hosts:
+    """Two processes on one host and two on another: all get the entries of all files, or all the same error."""
+    places = {0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("b", 1)}  # host and local rank
+    for host in "ab":
         (tmp_path / host).mkdir()
-        for name in "pqrst":
+        for name in "pq":
             (tmp_path / host / name).write_text(name)
-    here, barrier, given = threading.local(), threading.Barrier(len(host_of)), dict[int, Any]()
-    hashed: list[Path] = []
+    barrier, given, hashed = threading.Barrier(len(places)), dict[int, Any](), list[Path]()
 
     def gathered(value: Any, job: Job) -> list[Any]:
         given[job.rank] = value
         barrier.wait(10)
-        values = [given[rank] for rank in sorted(given)]
+        values = [given[rank] for rank in places]
         barrier.wait(10)
         return values
 
@@ -118,25 +116,23 @@ def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pyt
         found: dict[int, Any] = {}
 
         def run(rank: int) -> None:
-            here.host = host_of[rank]
+            host, local_rank = places[rank]
             try:
-                found[rank] = entries_of_hosts(list((tmp_path / here.host).iterdir()), Job(rank, len(host_of)))
+                found[rank] = entries_of_hosts([*(tmp_path / host).iterdir()], Job(rank, len(places), local_rank))
             except DisagreementError as error:
                 found[rank] = str(error).rpartition("/")[2]
 
-        run_in_threads(*(partial(run, rank) for rank in host_of))
-        return [found[rank] for rank in host_of]
+        run_in_threads(*(partial(run, rank) for rank in places))
+        return [found[rank] for rank in places]
 
     monkeypatch.setattr(collective, "objects_of_processes", gathered)
-    monkeypatch.setattr(collective.socket, "gethostname", lambda: here.host)
     entries = file_entries(tmp_path.glob("a/*"))
     monkeypatch.setattr(sums, "sha256_file", lambda path, piece: hashed.append(path) or sha256_file(path))
-    assert found_by_all() == [entries] * 5
+    assert found_by_all() == [entries] * 4
     assert sorted(hashed) == sorted(tmp_path.glob("*/*"))
-    (tmp_path / "b" / "q").write_text("other")
-    for change, rank in ((lambda: None, 4), ((tmp_path / "b" / "q").unlink, 3)):
+    for change in (lambda: (tmp_path / "b" / "q").write_text("other"), (tmp_path / "b" / "q").unlink):
         change()
-        assert {line[3:] for line in found_by_all()} == {f"q differs on the host of rank {rank}; copy it again"}
+        assert {line[3:] for line in found_by_all()} == {"q differs on the host of rank 2; copy it again"}
 
 
 def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path: Path) -> None:
@@ -151,11 +147,12 @@ def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path
         (tmp_path / name).mkdir()
     copied, other = (write_corpus(tmp_path / name, seed) for name, seed in (("same", 0), ("other", 1)))
     assert of_ranks([ours, ours, settings(moe_recipe, copied)]) == [""] * 3, "only the place of the text differs"
-    assert moe_recipe.model.moe is not None
-    wider = replace(moe_recipe.model, moe=replace(moe_recipe.model.moe, intermediate_size=24))
     for theirs, message in (
-        (settings(replace(moe_recipe, train=replace(moe_recipe.train, seed=7))), "train.seed is 0 in rank 0 and 7 in"),
-        (settings(replace(moe_recipe, model=wider)), "model.moe.intermediate_size is 16 in rank 0 and 24 in rank 2"),
+        (settings(changed(moe_recipe, train__seed=7)), "train.seed is 0 in rank 0 and 7 in"),
+        (
+            settings(changed(moe_recipe, model__moe__intermediate_size=24)),
+            "model.moe.intermediate_size is 16 in rank 0 and 24 in rank 2",
+        ),
         (settings(moe_recipe, other), "the digest of data.corpus is '"),
         (ours | {"tilemoe": "0.0.1"}, "tilemoe is '0.1.0, source "),
         (

@@ -15,6 +15,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 from helpers import losses, raises_one_line
+from small_runs import changed, words_of
 from test_train_initial import of_models, write_model
 from test_train_loop import data_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,8 +27,7 @@ from tilemoe.data.chat_encoder import ChatEncoder
 from tilemoe.data.conversations import Conversation
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.train import sample
-from tilemoe.train.checkpoints.initial import adopt
-from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.checkpoints.restore import adopt, build_model
 from tilemoe.train.config import DataConfig, Recipe
 from tilemoe.train.datasets import device_batch, make_sampler
 from tilemoe.train.evaluate import evaluate
@@ -62,14 +62,12 @@ def write_chats(path: Path, count: int, seed: int = 0) -> Path:
 @pytest.fixture
 def recipe(moe_recipe: Recipe, tmp_path: Path) -> Recipe:
     """Without a balancing loss, which is one of whole micro-batches and not of tokens to learn."""
-    moe = moe_recipe.model.moe
-    assert moe is not None
-    moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0, selection_bias=False))
+    recipe = changed(moe_recipe, model__moe__router__aux_loss_coef=0.0, model__moe__router__selection_bias=False)
     data = replace(
         moe_recipe.data, format="chat", corpus=str(write_chats(tmp_path / "chats.jsonl", 60)), seq_len=64,
         batch_size=2, too_long="skip", cache_dir=str(tmp_path / "cache"), heldout_every=4,
     )  # fmt: skip
-    return replace(moe_recipe, model=replace(moe_recipe.model, moe=moe, max_seq_len=64), data=data)
+    return replace(recipe, model=replace(recipe.model, max_seq_len=64), data=data)
 
 
 @pytest.mark.parametrize("name", of_models("olmoe"))
@@ -79,11 +77,9 @@ def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Re
     theirs.set_experts_implementation("eager")  # grouped GEMMs on a CPU round more
     theirs.get_input_embeddings().padding_idx = None  # the end-of-text token here, which is to be trained
     recipe = adopt(recipe, tmp_path / "base")
-    router = replace(recipe.model.moe.router, aux_loss_coef=0.0)
     steps, parts = 30, 2
     recipe = replace(
-        recipe,
-        model=replace(recipe.model, moe=replace(recipe.model.moe, router=router)),
+        changed(recipe, model__moe__router__aux_loss_coef=0.0),
         train=replace(recipe.train, steps=steps, accumulation=parts, eval_every=0, save_every=0),
         # eps: where a gradient is 0 but for rounding, AdamW's own 1e-8 would make full steps of the rounding.
         optim=replace(recipe.optim, lr=3e-3, eps=1e-6, schedule="constant", warmup_steps=0),
@@ -131,11 +127,8 @@ def real_tokens(batch: PackedBatch) -> np.ndarray[Any, np.dtype[np.bool_]]:
 def test_balancing_and_statistics_leave_out_what_fills_windows_up(
     recipe: Recipe, rounding: TokenRounding | None
 ) -> None:
-    moe = recipe.model.moe
-    assert moe is not None
-    router = replace(moe.router, aux_loss_coef=0.05, selection_bias=True)
-    model = replace(recipe.model, moe=replace(moe, router=router, rounding=rounding))
-    recipe = replace(recipe, model=model, train=replace(recipe.train, accumulation=3))
+    recipe = changed(recipe, model__moe__rounding=rounding, train__accumulation=3)
+    recipe = changed(recipe, model__moe__router__aux_loss_coef=0.05, model__moe__router__selection_bias=True)
     trainer, outs, moved = Trainer(recipe, build_model(recipe, CPU), data_of(recipe), CPU), [], []
     trainer.model.register_forward_hook(lambda module, args, out: outs.append(out))
     trainer.model.update_selection_bias = lambda pairs, rate: moved.append(pairs)  # type: ignore[method-assign]
@@ -264,7 +257,7 @@ def test_the_command_line_fine_tunes_and_evaluates(
     options = {"train.steps": 3, "train.out-dir": tmp_path / "run", "data.corpus": recipe.data.corpus,
                "data.format": "chat", "data.cache-dir": recipe.data.cache_dir, "data.seq-len": 64,
                "data.heldout-every": 4, "train.sample-tokens": 0, "train.plot": False}  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = words_of(options)
     words = [word for word in words if word != "False"]
     words[words.index("--train.plot")] = "--train.no-plot"
     command = ["train", "--recipe", "smoke", "--init-from", str(tmp_path / "base"), *words]

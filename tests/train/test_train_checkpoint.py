@@ -10,9 +10,9 @@ import torch
 from helpers import raises_one_line
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
+from small_runs import begin
 from torch import nn
 
-from tilemoe.data import load_tokenizer
 from tilemoe.models.sums import file_entries
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import pending, sharded_state
@@ -23,8 +23,8 @@ from tilemoe.train.checkpoints.folder import (
     open_checkpoint,
     resolve_checkpoint,
 )
-from tilemoe.train.checkpoints.leftovers import delete_files
-from tilemoe.train.checkpoints.pending import PendingCheckpoint, Saver
+from tilemoe.train.checkpoints.names import delete_files
+from tilemoe.train.checkpoints.pending import Saver
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import OptimConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
@@ -59,9 +59,7 @@ def save(tmp_path: Path, recipe: Recipe) -> Callable[..., Path]:
     optimizer.step()
 
     def write(step: int, keep_last: int = 9) -> Path:
-        state = TrainState(recipe, step, 10 * step, 1.5, "abc")
-        options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last, "saver": Saver()}
-        return PendingCheckpoint(tmp_path, state, model, optimizer, **options).finish()
+        return begin(tmp_path, recipe, step, (model, optimizer), Saver(), keep_last).finish()
 
     write.model, write.optimizer = model, optimizer  # type: ignore[attr-defined]
     return write
@@ -74,13 +72,11 @@ def test_it_holds_what_was_there_when_it_was_begun(
     """Whatever is trained until it is written; the second copy takes the memory of the first."""
     model, trained = Toy().to(device), Event()
     model.linear.requires_grad_(False)
-    saver = Saver()
-    optimizer, write = make_optimizer(model, OptimConfig(lr=0.1)), sharded_state.write_whole
+    training, saver, write = (model, make_optimizer(model, OptimConfig(lr=0.1))), Saver(), sharded_state.write_whole
     monkeypatch.setattr(pending, "write_whole", lambda *given: write(*given) if trained.wait(60) else None)
-    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "saver": saver}
     for step in (1, 2):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        begun = PendingCheckpoint(tmp_path, TrainState(recipe, step, 1, 1.5, "abc"), model, optimizer, **options)
+        begun = begin(tmp_path, recipe, step, training, saver)
         assert not begun.is_written
         with torch.no_grad():
             for parameter in filter(lambda each: each.requires_grad, model.parameters()):
@@ -92,8 +88,7 @@ def test_it_holds_what_was_there_when_it_was_begun(
         trained.clear()
     monkeypatch.setattr(sharded_state, "_free_bytes", lambda: 1)  # no room for a copy: training waits
     monkeypatch.setattr(pending, "write_whole", write)
-    options["saver"] = Saver()
-    begun = PendingCheckpoint(tmp_path, TrainState(recipe, 3, 1, 1.5, "abc"), model, optimizer, **options)
+    begun = begin(tmp_path, recipe, 3, training, Saver())
     assert begun.is_written
     assert open_checkpoint(begun.finish()).state.step == 3
 
@@ -170,16 +165,6 @@ def test_what_a_user_points_at(save: Callable[..., Path], tmp_path: Path) -> Non
     assert resolve_checkpoint(tmp_path).path == resolve_checkpoint(path).path == path
     with pytest.raises(CheckpointError, match="no folder"):
         resolve_checkpoint(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize("name", [".tmp-step_00000002", ".trash-step_00000001", f".tmp-step_00000002-{'0' * 16}"])
-def test_a_folder_by_a_name_like_ours_stays(save: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    save(1, keep_last=1)
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "thesis.tex").write_bytes(b"years of work")
-    save(2, keep_last=1)
-    assert (tmp_path / name / "thesis.tex").read_bytes() == b"years of work"
-    assert find_latest(tmp_path).state.step == 2
 
 
 @pytest.mark.parametrize("name", ["abandoned_step_00000001", "abandoned_step_00000001.1"])

@@ -60,32 +60,23 @@ def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:
     ("kind", "values", "named"),
     [
         (DataConfig, {"seq_len": 0, "batch_size": 1}, "data.seq_len"),
-        (DataConfig, {"seq_len": 8, "batch_size": 1.5}, "data.batch_size"),
         (DataConfig, {"seq_len": 8, "batch_size": 1, "heldout_every": 1}, "data.heldout_every"),
         (DataConfig, {"seq_len": 8, "batch_size": 1, "corpus": ""}, "data.corpus"),
         (OptimConfig, {"lr": 0.0}, "optim.lr"),
-        (OptimConfig, {"lr": float("nan")}, "optim.lr"),
         (OptimConfig, {"lr": 1.0, "beta2": 1.0}, "optim.beta2"),
         (OptimConfig, {"lr": 1.0, "min_lr_ratio": 1.5}, "optim.min_lr_ratio"),
-        (OptimConfig, {"lr": 1.0, "schedule": "linear"}, "optim.schedule"),
-        (OptimConfig, {"lr": 1.0, "warmup_steps": -1}, "optim.warmup_steps"),
         (OptimConfig, {"lr": 1.0, "name": "sgd"}, "optim.name must be one of adamw, adamw8bit, muon; got 'sgd'"),
         (OptimConfig, {"lr": 1.0, "muon": None}, "optim.muon must be a MuonConfig, got None"),
         (MuonConfig, {"momentum": 1.0}, r"optim.muon.momentum must be in \[0, 1\), got 1.0; 0.95 is usual"),
-        (MuonConfig, {"nesterov": 1}, "optim.muon.nesterov must be True or False"),
         (MuonConfig, {"ns_steps": 0}, "optim.muon.ns_steps must be an integer >= 1"),
         (MuonConfig, {"ns_steps": 100}, "optim.muon.ns_steps must be below 100, got 100; 5 is usual"),
         (MuonConfig, {"ns_coefficients": (1.0, 2.0)}, "optim.muon.ns_coefficients must be three finite numbers"),
         (MuonConfig, {"ns_coefficients": 3}, "optim.muon.ns_coefficients must be three finite numbers, got 3"),
         (MuonConfig, {"ns_coefficients": (1.0, 2.0, float("nan"))}, "optim.muon.ns_coefficients must be three"),
         (MuonConfig, {"lr_scale": 0.0}, "optim.muon.lr_scale must be a finite number > 0"),
-        (MuonConfig, {"adjust_lr_fn": "rms"}, "optim.muon.adjust_lr_fn must be one of match_rms_adamw, original"),
         (TrainConfig, {"steps": 0, "out_dir": "x"}, "train.steps"),
-        (TrainConfig, {"steps": True, "out_dir": "x"}, "train.steps"),
         (TrainConfig, {"steps": 1, "out_dir": ""}, "train.out_dir"),
-        (TrainConfig, {"steps": 1, "out_dir": "x", "precision": "fp8"}, "train.precision"),
         (TrainConfig, {"steps": 1, "out_dir": "x", "keep_last": 0}, "train.keep_last"),
-        (TrainConfig, {"steps": 1, "out_dir": "x", "recompute": "all"}, "train.recompute"),
         (TrainConfig, {"steps": 1, "out_dir": "x", "sample_prompt": ""}, "train.sample_prompt"),
         (
             TrainConfig,
@@ -100,25 +91,18 @@ def test_a_bad_setting_is_one_line_that_names_it(kind: type, values: dict[str, o
         kind(**values)
 
 
-def test_settings_that_do_not_fit_together() -> None:
-    recipe = load_recipe("smoke")
-    with pytest.raises(ValueError, match=r"data\.seq_len .* model\.max_seq_len"):
-        replace(recipe, data=replace(recipe.data, seq_len=10_000))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "somewhere: "),
+        ("{", "cannot be read"),
         ("[]", "table of settings"),
         ('{"name": "x"}', "description: required"),
         ('{"nmae": "x"}', "nmae: no such setting"),
     ],
 )
 def test_a_broken_recipe_file_is_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="somewhere") as caught:
+    with raises_one_line(f"^somewhere: .*{message}"):
         parse_recipe(text, "somewhere")
-    assert message in str(caught.value)
 
 
 def test_a_number_that_is_not_whole_is_named() -> None:
@@ -128,6 +112,8 @@ def test_a_number_that_is_not_whole_is_named() -> None:
         parse_recipe(json.dumps(settings), "here")
     settings["train"]["steps"] = 3e0
     assert parse_recipe(json.dumps(settings), "here").train.steps == 3
+    with raises_one_line(r"here: data\.seq_len .* model\.max_seq_len"):
+        parse_recipe(json.dumps(settings | {"data": settings["data"] | {"seq_len": 10_000}}), "here")
     settings["model"]["moe"]["hidden_size"] = 64
     with raises_one_line(r"model\.moe\.hidden_size \(64\) must equal model\.hidden_size \(32\)"):
         parse_recipe(json.dumps(settings), "here")

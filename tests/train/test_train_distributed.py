@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import losses, raises_one_line
-from peft import PeftModel
 from processes import Ended, run
+from small_runs import changed
 from test_train_hf_base import adapted, write_base
-from test_train_initial import write_model
-from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
 from tilemoe.cli.train import run as run_command
@@ -32,9 +30,8 @@ from tilemoe.testing import relative_error
 from tilemoe.train import run as runs
 from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
-from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.names import list_checkpoints
-from tilemoe.train.checkpoints.restore import restore
+from tilemoe.train.checkpoints.restore import adopt, restore
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.job.processes import ALONE, Job, JobError
 from tilemoe.train.loop import Trainer, seed_process
@@ -93,50 +90,16 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
         assert result[name] == expected[name], name
     assert result["heldout_nats_per_byte"] == pytest.approx(expected["heldout_nats_per_byte"], rel=1e-5)
 
-    sharded = two_then_one(path, run_dir)
+    said = trained_by(2, path, "--resume", "auto", "--train.steps", STEPS + 2).out
+    assert f"resuming from {run_dir}/step_{STEPS:08d}" in said
+    words = ["--resume", "auto", f"--train.steps={STEPS + 4}", "--parallel.expert=1"]
+    assert main(["train", "--recipe", str(path), *words]) == 0
+    assert len(losses(run_dir)) == STEPS + 4
+    sharded = str(run_dir / f"step_{STEPS + 2:08d}")
     capsys.readouterr()
     assert main(["eval", "--checkpoint", sharded]) == 0
     assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / "exported")]) == 2
     assert "selection_bias=True has no place" in capsys.readouterr().err, "the model has one, and was read whole"
-
-
-def two_then_one(path: Path, run_dir: Path, *options: str) -> str:
-    """Two processes go on, then this one; the checkpoint of the two."""
-    words = ("--resume", "auto", *options)
-    said = trained_by(2, path, *words, "--train.steps", STEPS + 2).out
-    assert f"resuming from {run_dir}/step_{STEPS:08d}" in said
-    assert main(["train", "--recipe", str(path), *words, f"--train.steps={STEPS + 4}", "--parallel.expert=1"]) == 0
-    assert len(losses(run_dir)) == STEPS + 4
-    sharded = run_dir / f"step_{STEPS + 2:08d}"
-    assert (sharded / ".metadata").exists()
-    return str(sharded)
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_four_processes_train_adapters_as_one_does(moe_recipe: Recipe, recipe: Recipe, tmp_path: Path) -> None:
-    """Then two, then one; what is exported of the two's, merged or not, computes what they do."""
-    write_model("olmoe", tmp_path / "base")
-    data, base = replace(recipe.data, batch_size=1), ("--init-from", str(tmp_path / "base"))
-    settings = replace(recipe.train, accumulation=1, selection_bias_rate=0.0)
-    optim = replace(recipe.optim, schedule="constant")  # whatever the number of steps
-    recipe = replace(adopt(moe_recipe, tmp_path / "base"), train=settings, optim=optim, parallel=recipe.parallel)
-    recipe = replace(recipe, data=replace(data, tokenizer=recipe.data.tokenizer), lora=LoRAConfig(rank=3, base=base[1]))
-    path = written(recipe, tmp_path, out_dir=str(tmp_path / "run"))
-    assert "of them trained, on 4 x cpu" in trained_by(4, path, *base).out
-    one = replace(recipe, data=replace(recipe.data, batch_size=4), parallel=ParallelConfig())
-    train(replace(one, train=replace(settings, out_dir=str(tmp_path / "one"))), init_from=tmp_path / "base")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    sharded = two_then_one(path, tmp_path / "run", *base)
-    for out, more in (("merged", []), ("adapter", ["--adapter"])):
-        assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / out), *more]) == 0
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        ours = restore(Path(sharded), "cpu").model(ids).logits
-        theirs, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "merged"))
-        assert relative_error(theirs(ids).logits, ours) > 0.01
-        assert relative_error(merged(ids).logits, ours) < 1e-5
-        assert relative_error(PeftModel.from_pretrained(theirs, tmp_path / "adapter")(ids).logits, ours) < 1e-5
 
 
 @pytest.mark.thorough
@@ -302,8 +265,11 @@ def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) ->
     [
         ({"parallel": ParallelConfig(expert=4)}, r"expert 4 needs 4 processes and the job has 2; start it with"),
         ({"parallel": ParallelConfig(shard=1)}, r"job's 2 processes are not divided evenly by replicate 1 x shard 1"),
-        ({"experts": 5}, r"parallel.expert \(2\) must divide model.moe.num_experts \(5\)"),
-        ({"experts": 8}, r"is of another model: model.moe.num_experts is 8 here and 4 in the checkpoint; use"),
+        ({"model__moe__num_experts": 5}, r"parallel.expert \(2\) must divide model.moe.num_experts \(5\)"),
+        (
+            {"model__moe__num_experts": 8},
+            r"is of another model: model.moe.num_experts is 8 here and 4 in the checkpoint; use",
+        ),
     ],
 )
 def test_what_does_not_fit_is_found_before_a_device_is_touched(
@@ -313,13 +279,11 @@ def test_what_does_not_fit_is_found_before_a_device_is_touched(
     alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
     assert isinstance(train(alone), RunResult)
     checkpoint = find_latest(Path(recipe.train.out_dir))
-    experts = changes.pop("experts", 4)
-    assert recipe.model.moe is not None
-    model = replace(recipe.model, moe=replace(recipe.model.moe, num_experts=experts))
+    recipe = changed(recipe, **changes)
     monkeypatch.setattr(runs, "select_device", lambda *_: pytest.fail("a device was chosen"))
     for rank in (0, 1):
         with raises_one_line(message):
-            train(replace(recipe, model=model, **changes), checkpoint, Job(rank, 2))
+            train(recipe, checkpoint, Job(rank, 2))
 
 
 def test_tensors_are_verified_after_all_have_looked_whether_it_fits(

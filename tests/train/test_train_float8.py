@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import losses, raises_one_line
+from small_runs import changed
 from test_train_distributed import trained_by, written
 from torch import nn
 
@@ -27,10 +28,7 @@ NEAR = 1.5e-2  # relative, to the losses in bf16 of the same steps
 
 
 def in_fp8(recipe: Recipe, experts: str = "fp8") -> Recipe:
-    assert recipe.model.moe is not None
-    moe = replace(recipe.model.moe, precision=experts)
-    train_settings = replace(recipe.train, dense_precision="fp8")
-    return replace(recipe, model=replace(recipe.model, moe=moe), train=train_settings)
+    return changed(recipe, model__moe__precision=experts, train__dense_precision="fp8")
 
 
 @pytest.fixture
@@ -64,9 +62,7 @@ def test_losses_are_near_and_checkpoints_go_both_ways(
 ) -> None:
     """Of a run in FP8 that goes on without, of one that goes the other way, and of one that never was."""
     recipe = replace(recipe, train=replace(recipe.train, precision=precision))
-    narrow = in_fp8(recipe)
-    assert narrow.model.moe is not None
-    narrow = replace(narrow, model=replace(narrow.model, moe=replace(narrow.model.moe, save="fp8")))
+    narrow = changed(in_fp8(recipe), model__moe__save="fp8")
     runs = {"plain": [recipe, recipe], "on": [recipe, narrow], "off": [narrow, recipe]}
     for name, (first, second) in runs.items():
         settings = {"out_dir": str(tmp_path / name)}
@@ -127,12 +123,10 @@ def test_a_run_says_once_at_its_start_which_kernels_serve_and_result_json_too(
     recipe: Recipe, width: int, said: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracing._warn.cache_clear()
-    assert recipe.model.moe is not None
-    model = replace(recipe.model, moe=replace(recipe.model.moe, intermediate_size=width, precision="fp8"))
-    settings = replace(recipe.train, steps=1, precision=precision, dense_precision="fp8")
+    recipe = changed(in_fp8(recipe), model__moe__intermediate_size=width, train__steps=1, train__precision=precision)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(replace(recipe, model=model, train=settings))
+        train(recipe)
     assert not [each for each in caught if "fp8" in str(each.message).lower()]
     has_bf16 = precision == "bf16" and has_fast_gemm("cpu", torch.bfloat16)
     said = said.format(dtype="bfloat16" if has_bf16 else "float32")

@@ -13,8 +13,7 @@ from helpers import raises_one_line
 
 from tilemoe.files import never_a_link, only_one_process, write_atomic
 from tilemoe.train.checkpoints.folder import drop_old, find_latest, open_checkpoint
-from tilemoe.train.checkpoints.leftovers import temporary_of, trash_of
-from tilemoe.train.checkpoints.names import list_checkpoints
+from tilemoe.train.checkpoints.names import list_checkpoints, temporary_of, trash_of
 from tilemoe.train.config import Recipe
 from tilemoe.train.run import RunResult, train
 
@@ -160,7 +159,8 @@ def test_rotation_takes_nothing_of_others(run: Path, theirs: Path, dense_recipe:
     """Folders and links by the names of checkpoints, notes in a checkpoint, files by names like ours."""
     for name in OTHERS:
         (run / name).write_bytes(WORK)
-    for name in ("step_00000001", "STEP_00000001", "STEP_00000003", ".TMP-step_00000003"):
+    likes = (".tmp-step_00000003", f".tmp-step_00000003-{'0' * 16}", ".trash-step_00000002", ".TMP-step_00000003")
+    for name in ("step_00000001", "STEP_00000001", "STEP_00000003", *likes):
         a_photo(run / name)
     (run / "step_00000000").symlink_to(theirs / "folder")
     shutil.copytree(run / "step_00000002", run / "step_000000002")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import losses, raises_one_line, watch_attention
 from peft import PeftModel
+from small_runs import words_of
 from test_hf_quantized import wide
 from test_hf_quantized_folders import gpt_oss_folder
 from test_train_lora import losses_of_a_plain_loop
@@ -28,8 +29,7 @@ from tilemoe.parallel.mesh import Meshes
 from tilemoe.parallel.model import shard_adapted
 from tilemoe.testing import assert_equal, relative_error
 from tilemoe.train.checkpoints.folder import open_checkpoint
-from tilemoe.train.checkpoints.initial import adopt
-from tilemoe.train.checkpoints.restore import build_model, restore
+from tilemoe.train.checkpoints.restore import adopt, build_model, restore
 from tilemoe.train.config import DataConfig, LoRAConfig, Recipe
 from tilemoe.train.datasets import device_batch, prepare_data
 from tilemoe.train.run import train
@@ -152,7 +152,7 @@ def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.Capture
     options = {"train.steps": 2, "train.out-dir": out, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir,
                "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4}  # fmt: skip
     words = ["--recipe", "smoke", "--init-from", str(base), "--train.no-plot"]
-    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += words_of(options)
     lora = ["--lora.rank", "2", "--lora.storage", "nf4"]
 
     def refused(words: list[str], message: str) -> None:

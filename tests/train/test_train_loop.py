@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import timeless
+from small_runs import changed
 
 from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, sequential_windows
@@ -43,10 +44,9 @@ def trainer_of(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Trainer:
 def test_accumulated_micro_batches_equal_the_big_batch(recipe: Recipe) -> None:
     # The balancing loss is a product of batch means, so it is the one thing that differs, by definition.
     if recipe.model.moe is not None:
-        router = replace(recipe.model.moe.router, aux_loss_coef=0.0)
-        recipe = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, router=router)))
-    parts = replace(recipe, train=replace(recipe.train, accumulation=4), data=replace(recipe.data, batch_size=2))
-    whole = replace(recipe, data=replace(recipe.data, batch_size=8))
+        recipe = changed(recipe, model__moe__router__aux_loss_coef=0.0)
+    parts = changed(recipe, train__accumulation=4, data__batch_size=2)
+    whole = changed(recipe, data__batch_size=8)
     one, other = trainer_of(parts, torch.float64), trainer_of(whole, torch.float64)
     for _ in range(3):
         left, right = one.train_step(), other.train_step()
@@ -83,10 +83,7 @@ def test_the_selection_bias_moves_once_per_step_from_all_micro_batches(
     moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, rounding: TokenRounding | None
 ) -> None:
     """By the router's own choice: rows that are rounded cannot be balanced."""
-    moe = moe_recipe.model.moe
-    assert moe is not None
-    model = replace(moe_recipe.model, moe=replace(moe, rounding=rounding))
-    recipe = replace(moe_recipe, model=model, train=replace(moe_recipe.train, accumulation=3))
+    recipe = changed(moe_recipe, model__moe__rounding=rounding, train__accumulation=3)
     trainer = trainer_of(recipe)
     calls = []
     outs: list[LMOutput] = []
@@ -108,11 +105,8 @@ def test_load_and_waste_are_of_all_micro_batches(
 ) -> None:
     """The load over the whole step; the waste of each micro-batch by itself, as its products are, in the tile of a GPU
     or the one that rows are rounded to."""
-    moe = moe_recipe.model.moe
-    assert moe is not None
     rounding = None if tile is None else TokenRounding("nearest", tile)
-    model = replace(moe_recipe.model, moe=replace(moe, rounding=rounding))
-    trainer = trainer_of(replace(moe_recipe, model=model, train=replace(moe_recipe.train, accumulation=2)))
+    trainer = trainer_of(changed(moe_recipe, model__moe__rounding=rounding, train__accumulation=2))
     seen: list[torch.Tensor] = []
     trainer.model.register_forward_hook(lambda module, args, out: seen.append(out.tokens_per_expert.clone()))
     stats = trainer.train_step()
@@ -130,10 +124,8 @@ def test_the_routers_entropy_and_what_rounding_changes_are_of_the_training_forwa
     moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mean over all micro-batches, in which neither recomputation nor an evaluation counts."""
-    moe = moe_recipe.model.moe
-    assert moe is not None
-    model = replace(moe_recipe.model, moe=replace(moe, rounding=TokenRounding("nearest", 16)))
-    trainer = trainer_of(replace(moe_recipe, model=model, train=replace(moe_recipe.train, accumulation=2)))
+    rounding = TokenRounding("nearest", 16)
+    trainer = trainer_of(changed(moe_recipe, model__moe__rounding=rounding, train__accumulation=2))
     trainer.model.set_checkpointing("block")
     logits, pairs, rows = [], [], []
 
@@ -246,11 +238,7 @@ def test_missing_extras_are_one_line_and_the_run_goes_on(
 
 def test_a_part_of_a_split_has_nats_per_byte_only_where_a_token_is_a_byte(dense_recipe: Recipe) -> None:
     for tokenizer, known in (("bytes", True), ("bpe:300", False)):
-        recipe = replace(
-            dense_recipe,
-            model=replace(dense_recipe.model, vocab_size=300),
-            data=replace(dense_recipe.data, tokenizer=tokenizer, heldout_every=4),
-        )
+        recipe = changed(dense_recipe, model__vocab_size=300, data__tokenizer=tokenizer, data__heldout_every=4)
         data, model = data_of(recipe), build_model(recipe, CPU)
         part, whole = (
             evaluate(model, data.heldout, seq_len=16, batch_size=4, device=CPU, autocast=nullcontext, max_batches=n)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import losses, raises_one_line
 from peft import PeftModel
+from small_runs import changed, words_of
 from test_train_initial import of_models, write_model
 from transformers import AutoModelForCausalLM
 
@@ -21,8 +22,7 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import relative_error
 from tilemoe.train import preflight
 from tilemoe.train.checkpoints.folder import find_latest
-from tilemoe.train.checkpoints.initial import adopt, load_initial
-from tilemoe.train.checkpoints.restore import build_model, restore
+from tilemoe.train.checkpoints.restore import adopt, build_model, load_initial, restore
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.loop import Trainer
@@ -34,12 +34,8 @@ LORA = LoRAConfig(rank=3, attention_rank=5, alpha=6.0)
 
 def adapted(recipe: Recipe, folder: Path, lora: LoRAConfig = LORA, **train_settings: Any) -> Recipe:
     """``recipe`` for adapters on the model of ``folder``, without a loss that balances experts."""
-    recipe = replace(adopt(recipe, folder), lora=lora)
-    moe = recipe.model.moe
-    assert moe is not None
-    moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0))
-    settings = replace(recipe.train, **train_settings)
-    return replace(recipe, model=replace(recipe.model, moe=moe), train=settings)
+    recipe = changed(adopt(recipe, folder), lora=lora, model__moe__router__aux_loss_coef=0.0)
+    return replace(recipe, train=replace(recipe.train, **train_settings))
 
 
 def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -141,7 +137,7 @@ def test_the_commands_train_resume_evaluate_and_generate(
     options = {"train.steps": 4, "train.out-dir": out, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir,
                "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4, "lora.rank": 2,
                "lora.attention-rank": 4}  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = words_of(options)
     command = ["train", "--recipe", "smoke", "--init-from", str(tmp_path / "base"), *words, "--train.no-plot"]
     assert main(command) == 0, capsys.readouterr().err
     trained = capsys.readouterr().out
@@ -191,7 +187,7 @@ def test_adapters_on_a_model_of_the_hub_name_it(
     data, out = moe_recipe.data, str(tmp_path / "run")
     options = {"data.corpus": data.corpus, "data.cache-dir": data.cache_dir, "data.seq-len": 16, "train.steps": 1,
                "train.out-dir": out, "train.sample-tokens": 0, "lora.modules": "attention"}  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = words_of(options)
     assert main(["train", "--recipe", "smoke", "--init-from", "org/name", *words, "--train.no-plot"]) == 0
     assert main(["export", "--checkpoint", out, "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())

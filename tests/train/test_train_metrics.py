@@ -20,10 +20,9 @@ from tilemoe.config import to_dict
 from tilemoe.plots import run_figure
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
-from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
+from tilemoe.train.metrics import MetricsWriter, TensorBoard, WandB, read_metrics, truncate_metrics
 from tilemoe.train.progress import Phases, Reporter, Speed, StepStats, TerminalReporter
 from tilemoe.train.run import train
-from tilemoe.train.trackers import TensorBoard, WandB
 
 
 def write_run(folder: Path, steps: int = 6, experts: bool = True, shared: bool = False) -> Path:
@@ -231,15 +230,6 @@ def test_phases_add_up_to_what_a_run_takes(moe_recipe: Recipe) -> None:
     assert took - 0.1 < sum(phases.values()) < took
     assert len(result["seconds_of_saves"]) == 2
     assert phases["saves"] == pytest.approx(sum(result["seconds_of_saves"]), abs=0.002)
-
-
-def test_a_phase_that_returns_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 10.5, 12.5, 13.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    phases = Phases(seconds_ago=2.0)
-    assert [phases.end(name) for name in ("imports", "steps", "imports")] == [2.5, 2.0, 0.5]
-    assert phases.seconds == {"imports": 3.0, "steps": 2.0}
-    assert str(phases) == "imports 3.0, steps 2.0; together 5.0 s"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads when a process was made from Linux' /proc")

@@ -4,21 +4,17 @@ E experts · m, n rows and columns of a matrix
 """
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import raises_one_line
 from torch import Tensor, nn
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.train import muon
-from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
-from tilemoe.train.config import MuonConfig, OptimConfig, Recipe
+from tilemoe.train.config import MuonConfig, OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, muon_group, newton_schulz
 from tilemoe.train.optim import make_optimizer, set_learning_rate
-from tilemoe.train.run import require_resumable, train
 
 CONFIG = OptimConfig(lr=0.1, name="muon", weight_decay=0.5)
 BF16 = 2.0**-8  # products of a stack may be summed in another order than those of a single matrix
@@ -128,13 +124,6 @@ def test_which_parameters_of_a_decoder_are_muons(tied: bool) -> None:
     assert sum(map(len, groups)) == len(name_of)
 
 
-def test_frozen_parameters_are_in_no_group() -> None:
-    model = DecoderLM(MODEL).requires_grad_(False)
-    model.blocks[1].mlp.experts.w1.requires_grad_(True)
-    groups = make_optimizer(model, CONFIG).param_groups
-    assert [len(group["params"]) for group in groups] == [1, 0, 0]
-
-
 def separate(weight: Tensor, gate_up: str | None) -> list[Tensor]:
     """Views of the matrices of (..., m, n), of all gates first; ``gate_up`` None: each is one."""
     halves = [weight]
@@ -203,14 +192,3 @@ def test_the_others_move_as_by_adamw() -> None:
     matrices = {id(p) for p in optimizers[0].param_groups[0]["params"]}
     for (name, left), right in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(left, right) == (id(left) not in matrices), name
-
-
-def test_a_run_goes_on_with_its_own_optimiser(moe_recipe: Recipe) -> None:
-    recipe = replace(moe_recipe, train=replace(moe_recipe.train, steps=1, eval_every=0))
-    train(recipe)
-    checkpoint = open_checkpoint(Path(recipe.train.out_dir) / "step_00000001")
-    other = replace(recipe, optim=replace(recipe.optim, name="muon"))
-    with raises_one_line(r"optim\.name is 'muon' here and 'adamw' in the checkpoint; keep the saved", CheckpointError):
-        require_resumable(other, checkpoint)
-    free = replace(recipe, optim=replace(recipe.optim, muon=MuonConfig(momentum=0.9)))
-    assert require_resumable(free, checkpoint) == ["optim.muon.momentum is 0.9 here and 0.95 in the checkpoint"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_runs import changed
 
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.run import train
@@ -18,10 +19,8 @@ GB = 10**9
 
 
 def recipe_with(out_dir: Path, corpus: str = "/no/such/corpus", **model: Any) -> Recipe:
-    recipe = load_recipe("tiny")
-    data = replace(recipe.data, corpus=corpus)
-    settings = replace(recipe.train, out_dir=str(out_dir))
-    return replace(recipe, data=data, train=settings, model=replace(recipe.model, **model))
+    recipe = changed(load_recipe("tiny"), data__corpus=corpus, train__out_dir=str(out_dir))
+    return replace(recipe, model=replace(recipe.model, **model))
 
 
 def test_a_file_in_the_way_is_called_a_file(tmp_path: Path) -> None:
@@ -73,20 +72,15 @@ def test_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path / "run", vocab_size=256)
     data = replace(recipe.data, tokenizer="bytes")
     for prompt, message in (("x" * recipe.model.max_seq_len, "tokens fill the context"), ("\0", "it has no tokens")):
-        changed = replace(recipe, data=data, train=replace(recipe.train, sample_prompt=prompt))
+        prompted = changed(recipe, data=data, train__sample_prompt=prompt)
         with pytest.raises(ValueError, match=rf"^train\.sample_prompt: .*{message}"):
-            train(changed)
+            train(prompted)
         with pytest.raises(ValueError, match="no/such/corpus"):
-            train(replace(changed, train=replace(changed.train, sample_tokens=0)))
+            train(changed(prompted, train__sample_tokens=0))
 
 
 def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe: Recipe) -> None:
-    recipe = replace(
-        moe_recipe,
-        data=replace(moe_recipe.data, tokenizer="bpe:300"),
-        model=replace(moe_recipe.model, vocab_size=300),
-        train=replace(moe_recipe.train, sample_prompt="#" * 50),
-    )
+    recipe = changed(moe_recipe, data__tokenizer="bpe:300", model__vocab_size=300, train__sample_prompt="#" * 50)
     with pytest.raises(ValueError, match=r"^train\.sample_prompt: \d+ tokens fill the context of 16; shorten it$"):
         train(recipe)
     assert not Path(recipe.train.out_dir).exists()
@@ -95,9 +89,7 @@ def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe
 def test_a_router_that_cannot_learn(tmp_path: Path) -> None:
     """Adapters beside a frozen router can."""
     recipe = recipe_with(tmp_path / "run")
-    assert recipe.model.moe is not None
-    model = replace(recipe.model, moe=replace(recipe.model.moe, num_experts_per_tok=1))
-    recipe = replace(recipe, model=model, optim=replace(recipe.optim, name="adamw"))
+    recipe = changed(recipe, model__moe__num_experts_per_tok=1, optim__name="adamw")
     adapters = replace(recipe, lora=LoRAConfig(rank=2))
     training = replace(recipe, lora=LoRAConfig(rank=2, train_router=True))
     for refused, init_from in ((recipe, None), (training, tmp_path)):

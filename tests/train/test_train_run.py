@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import losses, raises_one_line, timeless
+from small_runs import changed
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, TokenRounding, to_dict
@@ -309,15 +310,12 @@ def test_random_rounding_is_a_function_of_the_seed(
     moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever random numbers the process had before, with the data in the cache or not, stopped or not."""
-    moe = moe_recipe.model.moe
-    assert moe is not None
-    model = replace(moe_recipe.model, moe=replace(moe, rounding=TokenRounding("stochastic", 16)))
+    recipe = changed(moe_recipe, model__moe__rounding=TokenRounding("stochastic", 16), model__vocab_size=300)
 
     def run(name: str, cache: str, seed: int) -> Recipe:
         torch.manual_seed(hash(name))
-        data = replace(moe_recipe.data, cache_dir=str(tmp_path / cache), tokenizer="bpe:300")
-        settings = replace(moe_recipe.train, out_dir=str(tmp_path / name), seed=seed)
-        return replace(moe_recipe, model=replace(model, vocab_size=300), data=data, train=settings)
+        data = replace(recipe.data, cache_dir=str(tmp_path / cache), tokenizer="bpe:300")
+        return replace(recipe, data=data, train=replace(recipe.train, out_dir=str(tmp_path / name), seed=seed))
 
     train(run("first", "cold", 0))
     train(run("second", "cold", 0))
@@ -373,10 +371,10 @@ def test_what_cannot_be_resumed(moe_recipe: Recipe, dense_recipe: Recipe, tmp_pa
     checkpoint = open_checkpoint(Path(moe_recipe.train.out_dir) / "step_00000003")
     with pytest.raises(CheckpointError, match=r"another model: model\.moe is None here"):
         train(dense_recipe, checkpoint)
-    for part, name, value in (("train", "seed", 1), ("train", "accumulation", 2), ("data", "batch_size", 5)):
-        changed = replace(moe_recipe, **{part: replace(getattr(moe_recipe, part), **{name: value})})
-        with pytest.raises(CheckpointError, match=rf"{part}\.{name} is {value} here"):
-            train(changed, checkpoint)
+    fixed = {"train__seed": 1, "train__accumulation": 2, "data__batch_size": 5, "optim__name": "muon"}
+    for path, value in fixed.items():
+        with pytest.raises(CheckpointError, match=rf"{path.replace('__', '.')} is {value!r} here"):
+            train(changed(moe_recipe, **{path: value}), checkpoint)
     with pytest.raises(CheckpointError, match=r"past train\.steps \(2\)"):
         train(replace(moe_recipe, train=replace(moe_recipe.train, steps=2)), checkpoint)
     text = tmp_path / "other"

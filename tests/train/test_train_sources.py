@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import losses, raises_one_line, write_corpus
+from small_runs import words_of
 from test_train_chat import write_chats
 from torch import nn
 
@@ -160,7 +161,7 @@ def test_the_commands_say_what_is_read(recipe: Recipe, capsys: pytest.CaptureFix
         "train.steps": 2, "train.out-dir": out, "data.format": data.format, "data.cache-dir": data.cache_dir,
         "data.seq-len": 64, "data.heldout-every": data.heldout_every, "data.too-long": "skip", "train.sample-tokens": 0,
     }  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = words_of(options)
     words += ["--model.max-seq-len", "64", "--data.tokenizer", "bytes", "--train.no-plot"]
     assert main(["train", "--recipe", "smoke", *words, "--data.sources", *data.sources]) == 0, capsys.readouterr().err
     trained = capsys.readouterr().out
@@ -188,19 +189,22 @@ def test_a_run_goes_on_with_its_sources_alone(recipe: Recipe) -> None:
     train(replace(recipe, data=replace(recipe.data, sources=(f"{first}.0", second))), checkpoint)
 
 
-@pytest.mark.parametrize("source", ["a.txt", "=2", "a.txt=", "a.txt=0", "a.txt=-1", "a.txt=nan", "a.txt=inf", "a=b"])
-def test_a_source_that_has_no_weight_is_named(source: str) -> None:
-    with raises_one_line(r"data.sources: .* must be PATH=WEIGHT with a weight > 0, as in .*=1"):
-        DataConfig(8, 1, sources=("good.txt=1", source))
+BAD = ("a.txt", "=2", "a.txt=", "a.txt=0", "a.txt=-1", "a.txt=nan", "a.txt=inf", "a=b")
 
 
-def test_weights_whose_sum_is_no_number_are_refused() -> None:
-    with raises_one_line("data.sources: the weights add up to inf; give smaller ones"):
-        DataConfig(8, 1, sources=("a=1e308", "b=1e308"))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"sources": ("good.txt=1", bad)}, "must be PATH=WEIGHT with a weight > 0, as in .*=1") for bad in BAD),
+        ({"sources": ("a=1e308", "b=1e308")}, "the weights add up to inf; give smaller ones"),
+        ({"sources": ("a=1",), "tokenizer": "bpe:400"}, "is trained on data.corpus, not on data.sources; give"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_named(settings: dict[str, Any], message: str) -> None:
+    with raises_one_line(f"^data.(sources|tokenizer).*{message}"):
+        DataConfig(8, 1, **settings)
 
 
-def test_a_tokenizer_is_not_trained_on_several() -> None:
-    with raises_one_line("data.tokenizer 'bpe:400' is trained on data.corpus, not on data.sources; give"):
-        DataConfig(8, 1, tokenizer="bpe:400", sources=("a=1",))
+def test_sources_have_weights() -> None:
     assert DataConfig(8, 1, sources=("a=b=0.5",)).weight_of_corpus == [("a=b", 0.5)]
     assert DataConfig(8, 1).weight_of_corpus == [("stdlib", 1.0)]

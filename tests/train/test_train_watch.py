@@ -42,13 +42,6 @@ def wait_for(first: Watch, ranks: set[int]) -> None:
         time.sleep(0.01)
 
 
-def test_who_says_goodbye_is_not_missed(first: Watch, links: dict[int, Connection]) -> None:
-    send(links[1], {"done": True})
-    links[1].close()
-    wait_for(first, {2})
-    assert first.verdict(1.2) == ""
-
-
 def test_of_a_job_that_stands_still_the_least_far_is_named(
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """Text in, batches of tokens out: corpora, tokenizers, token shards, deterministic sampling. No torch."""
 
-from tilemoe.data.cache import Prepared, prepare
-from tilemoe.data.chat_cache import prepare_chat
+from tilemoe.data.cache import Prepared, prepare, prepare_chat
 from tilemoe.data.corpus import Corpus, open_corpus
 from tilemoe.data.mixture import MixedSampler, Mixture
 from tilemoe.data.packing import PackedBatch, PackedDocuments, PackedSampler

@@ -5,7 +5,7 @@ n tokens of an example
 The plain template, for a tokenizer without one: a turn is its role, a colon, a line end, its content and two line
 ends; an assistant's content is followed by the end-of-text token instead. The assistant's content and that token are
 learnt, unless the turn's weight is 0. Turns after the last assistant's turn are left out.
-`tilemoe.data.chat_template.PLAIN` is the same template for transformers; exports have it.
+`tilemoe.data.tokenizer.PLAIN` is the same template for transformers; exports have it.
 For a prompt and its completion, the completion and an end-of-text token after it are learnt, with any tokenizer.
 
 A chat template is a Jinja text that transformers applies. The text between ``{% generation %}`` and
@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from tilemoe.checks import told
 from tilemoe.data.bounded import Renderer
-from tilemoe.data.chat_template import PLAIN, ChatTemplate
 from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
 from tilemoe.data.corpus import clean_text
-from tilemoe.data.tokenizer import Tokenizer
+from tilemoe.data.tokenizer import PLAIN, ChatTemplate, Tokenizer
 from tilemoe.data.windows import END, FIRST, ID, Tokens
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")

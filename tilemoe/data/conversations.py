@@ -16,8 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tilemoe.data.corpus import Corpus, clean_text, unreadable
-from tilemoe.data.text_files import read_records
+from tilemoe.data.corpus import Corpus, clean_text, read_records, unreadable
 
 CHAT_SUFFIXES = frozenset({".jsonl"})
 ASSISTANT = "assistant"

@@ -6,28 +6,29 @@ else has an influence. One document at a time is in memory.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import gzip
 import hashlib
+import io
+import json
 import os
+import re
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, TextIO, cast, get_args
 
-from tilemoe.checks import expand_user, require_int, told
-from tilemoe.data.text_files import (
-    LONGEST_LINE,
-    UNDECODABLE,
-    Undecodable,
-    kind_of,
-    measured,
-    not_utf8,
-    open_text,
-    read_records,
-    too_long,
-)
+from tilemoe.checks import expand_user, told
+from tilemoe.files import open_regular
 
+Undecodable = Literal["error", "replace"]  # for bytes that are not UTF-8
+UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" decodes it; no character
+COMPRESSED = frozenset({".gz", ".zst"})
+LONGEST_LINE = 1 << 26  # characters
 Split = Literal["train", "heldout"]
 TextNumber = tuple[int, int]  # of the file, and of the text in it
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -40,6 +41,7 @@ _CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})
 _PIECE = 1 << 20  # characters of a text file in one document; a longer file is cut at a line end
 _PARQUET_ROWS = 4  # in memory at once: a small file may repeat a large text in many rows
 _FEW_NUL = 64  # a text has at most one NUL per so many characters; UTF-16 without a BOM has one in each blank at least
+_MOST_PER_BYTE, _ALWAYS = 256, 1 << 24  # characters of a file's texts: at most so many per byte, but always so many
 _NAMED = 5  # skipped files that messages name
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -267,36 +269,124 @@ def unreadable(path: Path, error: OSError) -> ValueError:
     return ValueError(f"{error.filename or path}: cannot be read ({reason}); check that it exists and its permissions")
 
 
-def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split, str]]:
-    """(split, text) of `split_parts`, without the numbers."""
-    return ((split, text) for _, split, text in split_parts(corpus, heldout_every))
-
-
 def split_parts(corpus: Corpus, heldout_every: int) -> Iterator[tuple[TextNumber, Split, str]]:
     """(number, split, text) of every part that is not empty, in the corpus' order.
 
     Document ``heldout_every - 1`` and every ``heldout_every``-th after it are held out. If the corpus has fewer than
     ``heldout_every`` documents, such as a single text file, the last ``1 / heldout_every`` of each document is held out
     instead, from the start of a line if one is near before that point. Successive parts of one number are one text.
-    ValueError unless heldout_every >= 2.
     """
-    require_int("heldout_every", heldout_every, 2)
     has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
 
     def splits(place: int, text: str) -> Iterable[tuple[Split, str]]:
         if not has_whole_documents:
-            return _by_end(iter([text]), heldout_every)
+            return _by_end(text, heldout_every)
         return [("heldout" if (place + 1) % heldout_every == 0 else "train", text)]
 
     numbered = enumerate(corpus.parts())
     return ((number, *pair) for i, (number, text) in numbered for pair in splits(i, text) if pair[1])
 
 
-def _by_end(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:
+def _by_end(text: str, every: int) -> list[tuple[Split, str]]:
+    share = len(text) // every
+    end = len(text) - share
+    # Search a line start no further than one more share back: a short first line must not hold out all the rest.
+    cut = text.rfind("\n", max(end - share, 0), end) + 1 or end
+    return [("train", text[:cut]), ("heldout", text[cut:])]
+
+
+def kind_of(path: Path) -> str:
+    """The suffix of a file's content, in lower case: ".jsonl" for a.jsonl and for a.jsonl.gz."""
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    return inner if suffix in COMPRESSED and inner != ".parquet" else suffix  # parquet compresses by itself
+
+
+@contextlib.contextmanager
+def open_text(path: Path, newline: str, undecodable: Undecodable) -> Iterator[TextIO]:
+    """The text of a file, decompressed according to its suffix, without a UTF-8 BOM.
+
+    ``undecodable``: bytes that are not UTF-8 are an error, or become characters that `UNDECODABLE` matches ("replace").
+    ValueError: the file is damaged, cut short or not UTF-8, or .zst cannot be read here. OSError: it cannot be opened.
+    """
+    suffix = path.suffix.lower()
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(_open_binary(path, suffix))
+        errors = "strict" if undecodable == "error" else "surrogateescape"
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors=errors, newline=newline)
+        try:
+            try:
+                yield stack.enter_context(text)
+            except UnicodeDecodeError as error:
+                raise not_utf8(f"{path}: byte {_first_undecodable(path)}") from error
+        except (EOFError, zlib.error, OSError) as error:
+            if suffix in COMPRESSED and not getattr(error, "errno", None):  # not an error of the system
+                raise ValueError(f"{path}: not a readable {suffix} file; write or copy it again") from error
+            raise
+
+
+def not_utf8(place: str) -> ValueError:
+    return ValueError(f"{place} is not UTF-8; convert the text to UTF-8, or set data.undecodable to replace")
+
+
+def too_long(what: str, longest: int) -> ValueError:
+    return ValueError(f"{what} has more than {longest:,} characters; divide or remove it, or raise data.longest_line")
+
+
+def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
+    """The ``texts`` of a file. ValueError: they are too long for its size, as in a decompression bomb."""
+    left = max(_ALWAYS, _MOST_PER_BYTE * path.stat().st_size)
     for text in texts:
-        share = len(text) // every
-        end = len(text) - share
-        # Search a line start no further than one more share back: a short first line must not hold out all the rest.
-        cut = text.rfind("\n", max(end - share, 0), end) + 1 or end
-        yield "train", text[:cut]
-        yield "heldout", text[cut:]
+        left -= len(text)
+        if left < 0:
+            raise ValueError(f"{path}: decompresses to over {_MOST_PER_BYTE} characters per byte; give it uncompressed")
+        yield text
+
+
+def _first_undecodable(path: Path) -> int:
+    """The offset of the first byte that is not UTF-8 in the decompressed file."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with _open_binary(path, path.suffix.lower()) as file:
+        try:
+            while chunk := file.read(io.DEFAULT_BUFFER_SIZE):
+                read += len(chunk)
+                decoder.decode(chunk)
+            decoder.decode(b"", True)
+        except UnicodeDecodeError as error:  # error.object ends with the last chunk
+            read += error.start - len(error.object)
+    return read
+
+
+def _open_binary(path: Path, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
+        open_regular(path).close()  # refuse a pipe: gzip would wait for its writer
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if suffix != ".zst":
+        return open_regular(path)
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ValueError(f"{path}: reading .zst needs pyarrow; pip install 'tilemoe[data]'") from error
+    # Not the package zstandard, which takes a truncated file for a complete one.
+    return cast(BinaryIO, pyarrow.CompressedInputStream(open_regular(path), "zstd"))
+
+
+def read_records(
+    path: Path, undecodable: Undecodable, longest_line: int = LONGEST_LINE
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1 on, JSON object) of each line that is not blank. ValueError, with the line: it is no JSON.
+
+    ``undecodable``: see `open_text`; a replaced byte is U+FFFD. ``longest_line``: in characters; no more is read.
+    """
+    with open_text(path, "\n", undecodable) as file:
+        lines = measured(path, iter(lambda: file.readline(longest_line + 1), ""))
+        for number, line in enumerate(lines, start=1):
+            if len(line) > longest_line and not line.endswith("\n"):
+                raise too_long(f"{path}:{number}: this line", longest_line)
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(UNDECODABLE.sub("\N{REPLACEMENT CHARACTER}", line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: this line is not JSON; correct or remove it") from error
+            yield number, record if isinstance(record, dict) else {}

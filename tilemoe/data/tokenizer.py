@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, a byte-level BPE trained on the corpus, or any tokenizer.json."""
+"""Tokenizers: plain bytes, a byte-level BPE trained on the corpus, or any tokenizer.json, with its chat template."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -21,9 +22,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tilemoe.checks import expand_user, told
-from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
-from tilemoe.data.corpus import Corpus, clean_text, split_documents
+from tilemoe.checks import expand_user, parse_json, told
+from tilemoe.data.corpus import Corpus, clean_text, split_parts
 from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
 from tilemoe.files import only_one_process, read_text, write_atomic
 
@@ -31,8 +31,10 @@ TokenIds = NDArray[np.int64]
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 # Names that public tokenizers give to the token that ends a document; the first that exists is used.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]", "[SEP]", "<0x00>")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a chat template may name
 _MOST_IDS = 1 << 24
 _MIN_BPE_VOCAB = 257  # 256 bytes and the separator
 _BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is sampled evenly, since more text does not improve merges
@@ -40,6 +42,27 @@ _PIECE = 1 << 20  # characters that the library gets at a time: it needs many by
 _LONGEST_WORD = 1 << 12  # characters: the time to learn merges from a word grows with the square of its length
 _LONGER_WORD = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD},}}|(?<!\s)\s{{{_LONGEST_WORD},}}")
 _LEAVING_S = 1.0  # seconds that an interrupted BPE training may take to end
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja text and the special tokens that it may name, as (field, text), e.g. ("eos_token", "<|im_end|>")."""
+
+    source: str
+    special_tokens: tuple[tuple[str, str], ...]
+
+    def config(self) -> dict[str, str]:
+        """The fields of a tokenizer_config.json that hold the template."""
+        return {**dict(self.special_tokens), "chat_template": self.source}
+
+
+PLAIN = ChatTemplate(
+    "{% for message in messages %}{{ message['role'] + ':\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}",
+    (),
+)
 
 
 class Tokenizer:
@@ -215,7 +238,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that ``spec`` names: "bytes", "bpe:N", or the path of a tokenizer.json.
 
-    Files beside a tokenizer.json may give it a chat template, see `tilemoe.data.chat_template.read_chat_template`.
+    Files beside a tokenizer.json may give it a chat template, see `read_chat_template`.
     "bpe:N" is a byte-level BPE of at most N ids, trained on the training split of ``corpus`` and kept in ``cache_dir``
     (None: trained anew each time). Raises ValueError for any other spec and for a missing or invalid file.
     """
@@ -237,6 +260,36 @@ def load_tokenizer(
     if not spec or (not path.exists() and path.suffix != ".json"):
         raise ValueError(f"tokenizer {spec!r}: unknown; use 'bytes', 'bpe:N' or the path of a tokenizer.json")
     return Tokenizer(_parse(path, "give the path of a tokenizer.json"), spec, read_chat_template(path.parent))
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """The chat template of transformers' folder, from chat_template.jinja or tokenizer_config.json; None: it has none.
+
+    ValueError: one of these files is malformed, or there are several templates and none is the default.
+    """
+    path, fields = folder / TOKENIZER_CONFIG_FILE, {}
+    try:
+        if path.exists():
+            fields = parse_json(read_text(path))
+        source = fields.get("chat_template")
+        if (folder / TEMPLATE_FILE).exists():
+            path = folder / TEMPLATE_FILE
+            source = read_text(path)
+        if isinstance(source, list):  # transformers before 5 saved several templates as a list
+            source = {entry["name"]: entry["template"] for entry in source}
+        if isinstance(source, dict):  # transformers applies the one named "default"
+            if source and "default" not in source:
+                raise ValueError(f"none of its templates {', '.join(map(repr, sorted(source)))} is named 'default'")
+            source = source.get("default")
+        if source is None:
+            return None
+        tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
+        texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+        for text in (source, *texts.values()):
+            str(text).encode()  # raises for a lone surrogate, which no tokenizer takes
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
+    return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
 
 
 def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
@@ -286,7 +339,7 @@ def _train_bpe(corpus: Corpus, vocab_size: int, heldout_every: int) -> tokenizer
 
 def _training_sample(corpus: Corpus, heldout_every: int) -> Iterator[str]:
     stride = 1 + corpus.file_bytes() // _BPE_SAMPLE_BYTES
-    texts = (text for split, text in split_documents(corpus, heldout_every) if split == "train")
+    texts = (text for _, split, text in split_parts(corpus, heldout_every) if split == "train")
     pieces = chain.from_iterable(map(pieces_of, islice(texts, 0, None, stride)))
     return chain.from_iterable(map(_without_longer_words, pieces))
 

@@ -48,10 +48,12 @@ class DataConfig:
         for name in ("corpus", "tokenizer"):
             require_text(f"data.{name}", getattr(self, name))
         self._check_sources()
-        if self.format == "chat" and self.tokenizer.startswith("bpe:"):
+        if self.tokenizer.startswith("bpe:") and (self.format == "chat" or self.sources):
+            is_chat = self.format == "chat"
+            of = "plain text, but data.format is chat" if is_chat else "data.corpus, not on data.sources"
             raise ValueError(
-                f"data.tokenizer {self.tokenizer!r} is trained on plain text, but data.format is chat; give "
-                "'bytes', the path of a tokenizer.json, or --init-from a model with one"
+                f"data.tokenizer {self.tokenizer!r} is trained on {of}; give 'bytes', the path of a tokenizer.json, or "
+                "--init-from a model with one"
             )
         if self.cache_dir is not None:
             require_text("data.cache_dir", self.cache_dir)
@@ -66,11 +68,6 @@ class DataConfig:
                 )
         if not math.isfinite(total := sum(weight for _, weight in self.weight_of_corpus)):
             raise ValueError(f"data.sources: the weights add up to {total}; give smaller ones")
-        if self.sources and self.tokenizer.startswith("bpe:"):
-            raise ValueError(
-                f"data.tokenizer {self.tokenizer!r} is trained on data.corpus, not on data.sources; give "
-                "'bytes', the path of a tokenizer.json, or --init-from a model with one"
-            )
 
     @property
     def weight_of_corpus(self) -> list[tuple[str, float]]:

@@ -21,9 +21,8 @@ from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkp
 from tilemoe.train.checkpoints.restore import frozen_dtype, make_adapted, make_decoder, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
-from tilemoe.train.metrics import METRICS_FILE
+from tilemoe.train.metrics import METRICS_FILE, TENSORBOARD_DIR, WANDB_DIR
 from tilemoe.train.sample import prompt_ids
-from tilemoe.train.trackers import TENSORBOARD_DIR, WANDB_DIR
 
 RESULT_FILE, PLOT_FILE = "result.json", "plot.png"
 _HEAD_BYTES = 200

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +19,17 @@ import torch.distributed as dist
 
 from tilemoe.models.sums import Entries, file_entries
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError
-from tilemoe.train.checkpoints.leftovers import clean_stale, discard, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, describe
-from tilemoe.train.checkpoints.names import step_dir
+from tilemoe.train.checkpoints.names import clean_stale, discard, step_dir, temporary_of
 from tilemoe.train.checkpoints.pending import Saver
 from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import files_of_rank, write_shared
-from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
+from tilemoe.train.job.collective import of_all_ranks
 from tilemoe.train.job.processes import Job
 
+# A network file system may show another host's file so much later: NFS caches attributes for up to a minute.
+SEEN_WITHIN_SECONDS = 60.0
+_POLL_SECONDS = 0.1
 _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
 
@@ -110,7 +113,7 @@ def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
 
 
 def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
-    if not seen(lambda: (folder / word).is_file(), seconds):
+    if not _seen(lambda: (folder / word).is_file(), seconds):
         return f"on {platform.node()} does not see what rank 0 has written there"
     try:
         (folder / f"{word}.{job.rank}").touch()
@@ -126,7 +129,7 @@ def _require_seen(folder: Path, entries: dict[str, Any], group: dist.ProcessGrou
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
         return next((name for name, entry in entries.items() if sizes.get(name) != entry["bytes"]), None)
 
-    missing = None if seen(lambda: unseen() is None, SEEN_WITHIN_SECONDS) else unseen()
+    missing = None if _seen(lambda: unseen() is None, SEEN_WITHIN_SECONDS) else unseen()
     for rank, name in enumerate(of_all_ranks(missing, group)):
         if name is not None:
             raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
@@ -144,3 +147,13 @@ def _of_each(action: Callable[[], Any], group: dist.ProcessGroup | None = None) 
         if told:
             raise OSError(f"rank {rank}: {told}") from cause
     return [each for each, _ in found]
+
+
+def _seen(look: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``look`` becomes true within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -30,8 +30,7 @@ from torch import nn
 
 from tilemoe.checks import parse_json, told
 from tilemoe.config import ModelConfig, to_dict
-from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.data.tokenizer import BYTES, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, Tokenizer
 from tilemoe.files import fsync, read_text, rename_synced
 from tilemoe.layers.lora import adapter_names, packed_weights
 from tilemoe.models.folder import require_bytes
@@ -47,9 +46,17 @@ from tilemoe.models.sums import (
     require_files,
     require_sizes,
 )
-from tilemoe.train.checkpoints.leftovers import delete_files, temporary_of
 from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
-from tilemoe.train.checkpoints.names import GONE, STATE_FILE, is_step_dir, list_checkpoints, step_dir, step_of
+from tilemoe.train.checkpoints.names import (
+    GONE,
+    STATE_FILE,
+    delete_files,
+    is_step_dir,
+    list_checkpoints,
+    step_dir,
+    step_of,
+    temporary_of,
+)
 from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import (
     is_shared,
@@ -152,13 +159,8 @@ def state_json(state: TrainState) -> bytes:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return canonical(
         {
+            **to_dict(state),
             "format": FORMAT,
-            "recipe": to_dict(state.recipe),
-            "step": state.step,
-            "tokens": state.tokens,
-            "seconds": state.seconds,
-            "data_fingerprint": state.data_fingerprint,
-            "processes": state.processes,
             "torch": torch.__version__,
             "rng_cpu": torch.get_rng_state().numpy().tobytes().hex(),
             "rng_cuda": [generator.numpy().tobytes().hex() for generator in cuda],

@@ -1,15 +1,22 @@
-"""The names of a run's checkpoints, and the recipe of one. Imports no torch."""
+"""The names of a run's checkpoints, the folders in which they are written or deleted, and the recipe of one.
+
+``.tmp-step_*`` is being written, ``.trash-step_*`` is being deleted. Leftovers can be removed: their names end in a
+digest of the rest of the name, unlike other people's (`tilemoe.files.own_name`). Imports no torch.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from tilemoe.checks import parse_json
-from tilemoe.files import read_text
+from tilemoe.files import own_name, read_text
 from tilemoe.train.config import Recipe, parse_recipe
 
 Made = TypeVar("Made")
@@ -17,6 +24,7 @@ STATE_FILE = "state.json"
 GONE = "is gone, perhaps deleted by a running training; give a newer one, or try again when that has ended"
 _TRIES = 3  # attempts to read a run while it adds and drops checkpoints
 _STEP_DIR = re.compile(r"step_([0-9]{8,})")
+_LEFTOVER = re.compile(r"(\.(tmp|trash)-step_[0-9]{8,})-[0-9a-f]+")
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
@@ -74,3 +82,67 @@ def _read_recipe(folder: Path) -> Recipe:
             f"{folder}: no model can be read from it; give a run, a step_* folder, or transformers' folder"
         ) from error
     return parse_recipe(json.dumps(recipe), str(path))
+
+
+def temporary_of(target: Path) -> Path:
+    """The name of a checkpoint's folder while it is written."""
+    return target.with_name(own_name(f".tmp-{target.name}"))
+
+
+def trash_of(target: Path) -> Path:
+    """The name of a checkpoint's folder while it is deleted."""
+    return target.with_name(own_name(f".trash-{target.name}"))
+
+
+def aside_of(target: Path) -> Path:
+    """A free name, ``abandoned_step_*``, for a checkpoint's folder that is kept but no longer belongs to the run."""
+    path, n = target.with_name(f"abandoned_{target.name}"), 1
+    while os.path.lexists(path):
+        path, n = target.with_name(f"abandoned_{target.name}.{n}"), n + 1
+    return path
+
+
+def make_temporary(target: Path) -> None:
+    """Make the folder `temporary_of`, and remove what interrupted writes have left.
+
+    OSError: see `clean_stale`, or the folder cannot be made, or ``target`` exists already.
+    """
+    if os.path.lexists(target):  # newer checkpoints were set aside before the run went on
+        raise FileExistsError(errno.EEXIST, "something else has this checkpoint's name: move it away", str(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clean_stale(target.parent)
+    temporary_of(target).mkdir()
+
+
+def delete_files(path: Path, names: Iterable[str]) -> None:
+    """Delete a checkpoint's files ``names`` and its folder. It is renamed first, so a kill leaves no half checkpoint.
+
+    If other files have come into the folder meanwhile, it stays, as ``abandoned_step_*``. OSError: it cannot be done.
+    """
+    trash = trash_of(path)
+    os.rename(path, trash)
+    for name in names:
+        (trash / name).unlink(missing_ok=True)
+    if any(trash.iterdir()):
+        os.rename(trash, aside_of(path))
+    else:
+        trash.rmdir()
+
+
+def discard(temporary: Path) -> None:
+    """Remove what a failed write has left; errors are ignored."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def clean_stale(run_dir: Path) -> None:
+    """Remove what an interrupted write or deletion left behind.
+
+    FileExistsError: a file or a link, which is not removed, has a name that a checkpoint needs.
+    """
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None or path.name != own_name(found[1]):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            raise FileExistsError(errno.EEXIST, "tilemoe did not make it and needs its name: move it away", str(path))
+        shutil.rmtree(path)

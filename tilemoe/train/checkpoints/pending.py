@@ -23,8 +23,7 @@ from tilemoe.train.checkpoints.folder import (
     state_json,
     write_error,
 )
-from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
-from tilemoe.train.checkpoints.names import step_dir
+from tilemoe.train.checkpoints.names import discard, make_temporary, step_dir, temporary_of
 from tilemoe.train.checkpoints.sharded_state import (
     HostMemory,
     first_failure,

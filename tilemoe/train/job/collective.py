@@ -1,11 +1,11 @@
-"""Collectives of a job's processes while they train; with a single process they return its own values."""
+"""How a job's processes start with the same settings, and their collectives; a single process gets its own values."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -20,9 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tilemoe.checks import told
 from tilemoe.models.sums import Entries, file_entries
-from tilemoe.train.job.agreement import DisagreementError, of_all_ranks, require_same
-from tilemoe.train.job.processes import Job, JobError
-from tilemoe.train.job.signals import ignore_sigterm
+from tilemoe.train.config import differences
+from tilemoe.train.job.processes import Job, JobError, ignore_sigterm
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
 # Gloo's failures are plain RuntimeErrors; their text has one of these.
@@ -31,6 +30,10 @@ _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by pe
 LATER_SECONDS = 15
 _POLL_SECONDS = 0.05
 _LONGEST = 1000  # characters of an error that are sent to other processes
+
+
+class DisagreementError(ValueError):
+    """The processes of a job do not have the same settings; all of them raise it, and its line names what differs."""
 
 
 @contextlib.contextmanager
@@ -102,6 +105,35 @@ def _is_lost_process(error: BaseException) -> bool:
     return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
 
 
+def require_same(store: Store, job: Job, settings: Mapping[str, Any]) -> None:
+    """Check that all processes have the same ``settings``, which must be JSON values. All must call it.
+
+    DisagreementError: in all processes, if one differs from rank 0; it names the first setting that differs.
+    """
+    store.set(f"settings of {job.rank}", json.dumps(settings))
+    if job.is_first:
+        store.set("difference", _first_difference(store, job))
+    difference = store.get("difference").decode()
+    if difference:
+        raise DisagreementError(f"{difference}; start all processes with the same settings, text and packages")
+
+
+def _first_difference(store: Store, job: Job) -> str:
+    first = json.loads(store.get("settings of 0"))
+    for rank in range(1, job.world_size):
+        other = json.loads(store.get(f"settings of {rank}"))
+        for difference in differences(first, other, "", "in rank 0", f"in rank {rank}"):
+            return difference
+    return ""
+
+
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """All-gather of a small picklable ``value``: a list by rank. All processes must call it and be in ``group``."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 def any_process(flag: bool, job: Job) -> bool:
     """Whether ``flag`` is set in any process; all must call it."""
     if job.is_alone:
@@ -126,23 +158,18 @@ def objects_of_processes(value: Any, job: Job) -> list[Any]:
 
 
 def entries_of_hosts(paths: list[Path], job: Job) -> Entries:
-    """`file_entries` of files that every host has; a host's processes share the hashing. All processes must call it.
+    """`file_entries` of files that every host has; one process of each host hashes them. All processes must call it.
 
     DisagreementError: in all processes, if the files of two hosts differ.
     """
-    paths = sorted(paths)
-    seen = paths[0].stat()  # device and inode tell two hosts of the same name apart
-    hosts = objects_of_processes((socket.gethostname(), seen.st_dev, seen.st_ino), job)
-    beside = [rank for rank, host in enumerate(hosts) if host == hosts[job.rank]]
-    hashed = file_entries(paths[beside.index(job.rank) :: len(beside)])
-    of_ranks = objects_of_processes({path.name: hashed.get(path.name) for path in paths}, job)
-    found: dict[str, Any] = {}
-    for name in sorted({name for entries in of_ranks for name in entries}):
-        for rank, entries in enumerate(of_ranks):
-            entry = entries.get(name, "missing")
-            if entry is not None and found.setdefault(name, entry) != entry:
-                where = f"{paths[0].parent}: {name}"
-                raise DisagreementError(f"{where} differs on the host of rank {rank}; copy it again")
+    of_ranks = objects_of_processes(file_entries(paths) if job.local_rank == 0 else None, job)
+    (_, first), *others = [(rank, entries) for rank, entries in enumerate(of_ranks) if entries is not None]
+    for rank, entries in others:
+        differing = [name for name in first.keys() | entries.keys() if entries.get(name) != first.get(name)]
+        if differing:
+            where = f"{paths[0].parent}: {min(differing)}"
+            raise DisagreementError(f"{where} differs on the host of rank {rank}; copy it again")
+    found: Entries = first
     return found
 
 

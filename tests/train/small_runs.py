@@ -1,8 +1,9 @@
-"""Checkpoints on a small scale, to be changed and signed anew, as anybody can."""
+"""Recipes, command lines and checkpoints on a small scale, to be changed, and signed anew, as anybody can."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +20,32 @@ from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
 
 
+def changed(config: Any, **settings: Any) -> Any:
+    """``config`` with other settings, by their paths: ``changed(recipe, train__steps=3, model__moe__save="fp8")``."""
+    for path, value in settings.items():
+        name, _, rest = path.partition("__")
+        config = replace(config, **{name: changed(getattr(config, name), **{rest: value}) if rest else value})
+    return config
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """The command line of ``options``, by name."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def begin(
+    folder: Path, recipe: Recipe, step: int, training: tuple[Any, Any], saver: Saver, keep_last: int = 9
+) -> PendingCheckpoint:
+    """The checkpoint of a model and its optimiser after ``step`` steps, on bytes."""
+    state = TrainState(recipe, step, 10 * step, 1.5, "abc")
+    tokenizer = load_tokenizer("bytes")
+    return PendingCheckpoint(folder, state, *training, tokenizer=tokenizer, keep_last=keep_last, saver=saver)
+
+
 def write_checkpoint(recipe: Recipe) -> Path:
     model = build_model(recipe, torch.device("cpu"))
-    state = TrainState(recipe, 3, 30, 1.5, "abc")
-    return PendingCheckpoint(
-        Path(recipe.train.out_dir), state, model, make_optimizer(model, recipe.optim),
-        tokenizer=load_tokenizer("bytes"), keep_last=2, saver=Saver(),
-    ).finish()  # fmt: skip
+    training = model, make_optimizer(model, recipe.optim)
+    return begin(Path(recipe.train.out_dir), recipe, 3, training, Saver(), keep_last=2).finish()
 
 
 def sign(path: Path, tensors: Any = None) -> None:
