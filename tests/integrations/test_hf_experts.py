@@ -102,10 +102,10 @@ def test_an_activation_whose_own_number_is_changed_is_tried_again(compiled: bool
     assert_near(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), 1e-5)
     if compiled:
         module.config._experts_implementation = "tilemoe"
-        module.compile(backend="aot_eager", fullgraph=True)
+        module.compile(backend="aot_eager")
         module(*routing())
     module.act_fn.beta = 2.0
-    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported, RuntimeError), match="its gate is none"):
+    with pytest.raises(ValueError, match="its gate is none"):
         run(module, "tilemoe", *routing())
 
 
@@ -117,7 +117,7 @@ def test_a_gate_that_is_put_in_place_is_tried_again(of_class: bool, compiled: bo
     module = experts(type("Own", (MixtralExperts,), {}))
     before = run(module, "tilemoe", *routing())
     if compiled:
-        module.compile(backend="aot_eager", fullgraph=True)
+        module.compile(backend="aot_eager")
         module(*routing())
     if of_class:
         type(module)._apply_gate = _gelu_gate

@@ -10,15 +10,17 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 
+from tilemoe.integrations.transformers import use
+
 pytestmark = pytest.mark.usefixtures("registered")
 
 
 def test_dynamic_shapes_take_one_graph() -> None:
-    """The model's gate is recognised while it is compiled; test_hf_experts has those recognised before."""
     torch._dynamo.reset()
     counters.clear()
     options = {"attn_implementation": "eager", "experts_implementation": "tilemoe", "num_hidden_layers": 1}
     eager, model = (FAMILIES["gpt_oss"].make(**options).train() for _ in range(2))
+    use(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch, length in ((2, 9), (3, 17), (4, 6)):
         found, expected = (step(each, tokens(batch, length)) for each in (compiled, eager))
