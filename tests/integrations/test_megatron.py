@@ -79,37 +79,6 @@ def test_loss_and_every_gradient(changes: dict[str, Any], dispatcher: str) -> No
     assert type(layer_of(ours).token_dispatcher).__name__ == dispatcher
 
 
-def test_tokens_that_stay_are_computed_by_the_experts_of_the_routing_map() -> None:
-    dispatcher = layer_of(models()[1]).token_dispatcher
-    routing_map = torch.tensor([[1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
-    probs = torch.rand(3, 6) * routing_map
-    tokens, probs_given = dispatcher.dispatch_preprocess(torch.randn(3, 1, D), routing_map, probs)
-    x, plan, scores = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, probs_given))
-    assert x.shape == (3, D)
-    assert plan.rows_per_expert.tolist() == routing_map.sum(0).tolist()
-    assert plan.token_of_row[:3].tolist() == [0, 1, 0]
-    assert torch.equal(scores.flatten()[plan.pair_of_row[:3]], probs.t()[routing_map.t()])
-
-
-def test_the_experts_alone_on_megatrons_rows() -> None:
-    stock, ours = (layer_of(model).experts for model in models())
-    counts = torch.tensor([3, 0, 9, 1, 4, 7])
-    generator = torch.Generator().manual_seed(1)
-    x, do = torch.randn(2, int(counts.sum()), stock.config.hidden_size, generator=generator)
-    probs = torch.rand(x.shape[0], generator=generator)
-    found = []
-    for experts in (stock, ours):
-        inputs = {"x": x.clone().requires_grad_(), "probs": probs.clone().requires_grad_()}
-        out, bias = experts(inputs["x"], counts, inputs["probs"])
-        assert bias is None
-        out.backward(do)
-        found.append({"out": out, **{name: leaf.grad for name, leaf in inputs.items()}, **gradients(experts)})
-    idle = {name for name in found[0] if name.startswith("local_experts.1.")}
-    assert not any(found[1].pop(name).any() or found[0].pop(name).any() for name in idle)
-    assert len(idle) == 2
-    assert_same(found[1], found[0])
-
-
 @pytest.mark.parametrize(
     ("bf16", "main_grad", "distributed"),
     [

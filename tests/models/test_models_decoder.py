@@ -4,7 +4,6 @@ B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -120,10 +119,10 @@ def test_selection_biases_follow_the_load() -> None:
     assert_equal(without.state_dict(), before)
 
 
-def gradients(model: DecoderLM, inputs: Tensor, labels: Tensor, run: Callable[..., Any] | None = None) -> list[Tensor]:
-    """Losses and parameters' gradients, computed by ``run`` in the model's place where it is given."""
+def gradients(model: DecoderLM, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+    """Losses and parameters' gradients."""
     model.zero_grad()
-    out = (model if run is None else run)(inputs, labels)
+    out = model(inputs, labels)
     (out.loss + out.aux_loss).backward()
     return [out.loss.detach(), out.aux_loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
