@@ -115,7 +115,7 @@ def _loss_and_gradients(
     cast = autocast_dtype(hidden.device.type)
     dtype = hidden.dtype if cast is None or hidden.dtype == torch.float64 else cast  # of the GEMMs
     accumulate = torch.promote_types(dtype, torch.float32)
-    in_place = dtype != torch.float64 and choose_lm(hidden).name == "triton"  # a kernel that overwrites the logits
+    in_place = _is_one_kernel(hidden, dtype)
     chunk_loss_of = _chunk_loss_in_place if in_place else _chunk_loss
     most = max_chunk_logits or _CHUNK_BYTES // (dtype if in_place else accumulate).itemsize
     with torch.no_grad(), without_autocast(hidden.device.type):
@@ -144,6 +144,11 @@ def _loss_and_gradients(
             if weight.dtype != torch.float16:  # fp16 could overflow: the sum over many tokens is not scaled yet
                 d_weight = d_weight.to(weight.dtype)
         return loss, d_hidden, d_weight
+
+
+def _is_one_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Whether one Triton kernel overwrites logits in ``dtype`` with their gradient."""
+    return dtype != torch.float64 and choose_lm(hidden).name == "triton"
 
 
 def _chunk_loss_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
