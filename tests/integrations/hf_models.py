@@ -134,10 +134,10 @@ def experts(kind: Callable[[Any], nn.Module], **settings: Any) -> Any:
     return module
 
 
-def routing(num_experts: int = E) -> tuple[Tensor, Tensor, Tensor]:
+def routing() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(T, D, generator=generator)
-    ids = torch.rand(T, num_experts, generator=generator).topk(K).indices
+    ids = torch.rand(T, E, generator=generator).topk(K).indices
     return x, ids, torch.rand(T, K, generator=generator)
 
 

@@ -255,7 +255,3 @@ class Training:
                 self.losses.append(loss.item())
             finalize_model_grads([self.wrapped])
             self.norms.append(float(self.optimizer.step()[1]))
-
-
-def init_process_group(folder: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)

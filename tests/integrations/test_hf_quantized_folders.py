@@ -253,15 +253,6 @@ def test_refused_before_a_weight_is_read(
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TilemoeConfig())
 
 
-def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
-    saved("olmoe", tmp_path)
-    found = json.loads((tmp_path / "config.json").read_text())
-    found["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=r"quantized with FineGrainedFP8Config but you are passing a TilemoeConfig"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TilemoeConfig())
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

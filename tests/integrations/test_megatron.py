@@ -1,7 +1,11 @@
-"""Megatron Core's models with tilemoe's experts against the same with its SequentialMLP, on a CPU."""
+"""Megatron Core's models with tilemoe's experts against the same with its SequentialMLP, on a CPU.
+
+The checks run on two and four processes, with Megatron's parallel groups.
+"""
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +22,15 @@ import megatron_step
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.tensor_parallel import layers
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import layers as parallel_layers
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron_checks import (
-    CHECKS,
-    check_expert_parallelism,
-    check_fifty_steps_and_a_checkpoint_of_another_layout,
-)
 from megatron_models import (
+    LENGTH,
     D,
+    E,
     N,
     Training,
     assert_same,
@@ -35,9 +38,9 @@ from megatron_models import (
     config,
     gpt,
     gradients,
-    init_process_group,
     layer_of,
     loss_of,
+    losses_of,
     megatron_on_cpu,
     models,
     shards_of,
@@ -52,8 +55,8 @@ SILU, GELU = nn.functional.silu, nn.functional.gelu
 
 
 @pytest.fixture(scope="module", autouse=True)
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    init_process_group(tmp_path_factory.mktemp("group"))
+def megatron() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with megatron_on_cpu():
         yield
     dist.destroy_process_group()
@@ -74,37 +77,6 @@ def test_loss_and_every_gradient(changes: dict[str, Any], dispatcher: str) -> No
     stock, ours = models(**changes)
     assert_same_step(stock, ours, tokens(1))
     assert type(layer_of(ours).token_dispatcher).__name__ == dispatcher
-
-
-def test_tokens_that_stay_are_computed_by_the_experts_of_the_routing_map() -> None:
-    dispatcher = layer_of(models()[1]).token_dispatcher
-    routing_map = torch.tensor([[1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
-    probs = torch.rand(3, 6) * routing_map
-    tokens, probs_given = dispatcher.dispatch_preprocess(torch.randn(3, 1, D), routing_map, probs)
-    x, plan, scores = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, probs_given))
-    assert x.shape == (3, D)
-    assert plan.rows_per_expert.tolist() == routing_map.sum(0).tolist()
-    assert plan.token_of_row[:3].tolist() == [0, 1, 0]
-    assert torch.equal(scores.flatten()[plan.pair_of_row[:3]], probs.t()[routing_map.t()])
-
-
-def test_the_experts_alone_on_megatrons_rows() -> None:
-    stock, ours = (layer_of(model).experts for model in models())
-    counts = torch.tensor([3, 0, 9, 1, 4, 7])
-    generator = torch.Generator().manual_seed(1)
-    x, do = torch.randn(2, int(counts.sum()), stock.config.hidden_size, generator=generator)
-    probs = torch.rand(x.shape[0], generator=generator)
-    found = []
-    for experts in (stock, ours):
-        inputs = {"x": x.clone().requires_grad_(), "probs": probs.clone().requires_grad_()}
-        out, bias = experts(inputs["x"], counts, inputs["probs"])
-        assert bias is None
-        out.backward(do)
-        found.append({"out": out, **{name: leaf.grad for name, leaf in inputs.items()}, **gradients(experts)})
-    idle = {name for name in found[0] if name.startswith("local_experts.1.")}
-    assert not any(found[1].pop(name).any() or found[0].pop(name).any() for name in idle)
-    assert len(idle) == 2
-    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize(
@@ -219,9 +191,11 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) 
 
 def test_biases_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As gpt-oss has them. Megatron adds its own in place to a view that autograd refuses; the reference has a copy."""
-    reduce = layers.reduce_from_tensor_model_parallel_region
+    reduce = parallel_layers.reduce_from_tensor_model_parallel_region
     monkeypatch.setattr(
-        layers, "reduce_from_tensor_model_parallel_region", lambda *args, **named: reduce(*args, **named).clone()
+        parallel_layers,
+        "reduce_from_tensor_model_parallel_region",
+        lambda *args, **named: reduce(*args, **named).clone(),
     )
     gate = {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.05}
     stock, ours = models(add_bias_linear=True, expert_tensor_parallel_size=1, **gate)
@@ -298,6 +272,122 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = megatron_step.compared(wrong, rows[0], gradients, gradients | {"mlp.experts.fc1": torch.zeros(2) + 2})
     assert "mlp.experts.fc1 is off by" in found["problem"]
     assert found["step_ms"] is None
+
+
+def check_expert_parallelism() -> None:
+    with megatron_on_cpu(expert_model_parallel_size=2):
+        for dispatcher in ("allgather", "alltoall"):
+            stock, ours = models(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
+            assert layer_of(ours).experts.w1.shape == (E // 2, 2 * N, D)
+            assert not layer_of(ours).experts.w1.allreduce  # the other process has other experts
+            assert_same_step(stock, ours, tokens(1 + dist.get_rank()))
+            assert shards_of(ours) == shards_of(stock)
+
+
+def check_expert_tensor_parallelism() -> None:
+    """And context parallelism, of the layer alone: Megatron's attention has neither without Transformer Engine."""
+    for parallel, shape in (
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, (E, N, D)),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, (E, 2 * N, D)),  # tokens stay
+        ({"context_parallel_size": 2, "expert_model_parallel_size": 2}, (E // 2, 2 * N, D)),
+    ):
+        with megatron_on_cpu(**parallel):
+            cfg = config(**parallel, sequence_parallel="tensor_model_parallel_size" in parallel)
+            found = []
+            for layers in (spec(cfg), integration.tilemoe_spec(spec(cfg))):
+                megatron_random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+                torch.manual_seed(0)
+                layer = layers.layer_specs[0].submodules.mlp(config=cfg, pg_collection=None, is_mtp_layer=False)
+                generator = torch.Generator().manual_seed(2 + dist.get_rank())
+                x, do = torch.randn(2, LENGTH // 2, 2, D, generator=generator)
+                out, _ = layer(x.requires_grad_())
+                out.backward(do)
+                found.append(({"out": out, "x": x.grad, **gradients(layer)}, shards_of(layer)))
+            assert layer.experts.w1.shape == shape
+            assert isinstance(layer.token_dispatcher, integration.LocalTokenDispatcher) == (shape == (E, 2 * N, D))
+            assert_same(found[1][0], found[0][0], 3e-6)
+            assert found[1][1] == found[0][1]
+
+
+def losses_and_gradients_of_a_pipeline(cfg: Any, wrap: Callable[[Any], Any]) -> tuple[list[float], dict[str, Any]]:
+    """Of two micro-batches and the stages of this process."""
+    stages = []
+    for number in range(cfg.virtual_pipeline_model_parallel_size or 1):
+        stage = {"vp_stage": number if cfg.virtual_pipeline_model_parallel_size else None}
+        ends = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+        }
+        stages.append(gpt(cfg, wrap(spec(cfg, **stage)), **ends, **stage))
+
+    def forward(batches: Any, model: Any) -> tuple[Any, Any]:
+        return losses_of(model, next(batches)), lambda losses: (losses.mean(), losses.mean().item())
+
+    losses = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter([tokens(1), tokens(2)]) for _ in stages],
+        model=stages,
+        num_microbatches=2,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return losses, {f"{i}.{name}": each for i, stage in enumerate(stages) for name, each in gradients(stage).items()}
+
+
+def check_pipelines() -> None:
+    """The first stage has no MoE layer."""
+    for parallel, layers in (
+        ({"pipeline_model_parallel_size": 2}, [0, 0, 1, 1]),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, [0, 1, 1, 1]),
+    ):
+        with megatron_on_cpu(**parallel):
+            cfg = config(**parallel, num_layers=4, moe_layer_freq=layers, pipeline_dtype=torch.float32)
+            stock, ours = (
+                losses_and_gradients_of_a_pipeline(cfg, wrap) for wrap in (lambda spec: spec, integration.tilemoe_spec)
+            )
+            assert ours[0] == pytest.approx(stock[0], rel=1e-6)
+            assert_same(ours[1], stock[1], 3e-6)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"expert_model_parallel_size": 4},
+    {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+]
+
+
+def runs_of(layout: dict[str, Any]) -> tuple[Training, Training]:
+    """Of Megatron's experts and of ours."""
+    parallel = {**layout, "sequence_parallel": "tensor_model_parallel_size" in layout}
+    stock, ours = models(**parallel, num_moe_experts=8, moe_token_dispatcher_type="alltoall")
+    return Training(stock), Training(ours)
+
+
+def check_fifty_steps_and_a_checkpoint_of_another_layout() -> None:
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders, src=0)
+    folder, after = Path(folders[0]), []
+    for number, layout in enumerate(LAYOUTS):
+        with megatron_on_cpu(**layout):
+            runs = runs_of(layout)
+            for which, run in enumerate(runs):
+                run.go_on(50)
+                (folder / f"{number}{which}").mkdir(exist_ok=True)
+                dist_checkpointing.save(run.state(), str(folder / f"{number}{which}"))
+                after.append(loss_of(run.model, tokens(9)).item())
+            assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+            assert runs[1].norms == pytest.approx(runs[0].norms, rel=1e-4)
+            assert runs[1].losses[-1] < runs[1].losses[0] - 0.1
+    for number, layout in enumerate(reversed(LAYOUTS)):
+        with megatron_on_cpu(**layout):
+            for which, run in enumerate(runs_of(layout)):
+                state = run.state(is_loading=True)
+                run.load(dist_checkpointing.load(state, str(folder / f"{number}{1 - which}")))
+                assert loss_of(run.model, tokens(9)).item() == pytest.approx(after[2 * number + 1 - which], rel=1e-6)
+                run.go_on(1)
+
+
+CHECKS = [check_expert_parallelism, check_expert_tensor_parallelism, check_pipelines]
 
 
 @pytest.mark.dist

@@ -14,7 +14,7 @@ from tilemoe.models.families import FAMILIES, sizes_from_hf
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
 from tilemoe.models.hf_config import config_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
-from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
+from tilemoe.models.presets import MOE_PRESETS
 from tilemoe.models.sizes import attention_mixer, sizes_of
 
 BASE = MappingProxyType(
@@ -97,14 +97,6 @@ def test_parameters_are_those_of_transformers_class(family: str, changed: Mappin
     assert count_active_parameters(sizes) == count_parameters(sizes) - experts * 6 // 8, "2 of 8"
 
 
-@pytest.mark.parametrize("name", MODEL_PRESETS)
-def test_a_model_of_ours_has_the_same_sizes(name: str) -> None:
-    """By `DecoderLM`'s configuration and by its config.json."""
-    model = MODEL_PRESETS[name]
-    assert SIZES_PRESETS[name] == sizes_of(model)
-    assert sizes_of(SIZES_PRESETS[name]) is SIZES_PRESETS[name]
-
-
 def test_a_config_that_both_read_counts_the_same() -> None:
     data = {"model_type": "qwen3_moe", **BASE, "mlp_only_layers": [1, 4]}
     ours, sizes = config_from_hf(data), sizes_from_hf(data)
@@ -179,10 +171,6 @@ def test_flops_by_hand() -> None:
         ({"hidden_size": 10**40}, r"hidden_size must be >= 1 and below 2\*\*31"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 100000"),
         ({"use_sliding_window": True}, "use_sliding_window must be False"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
-        ({"hidden_size": 64.5}, "hidden_size must be an integer, got 64.5"),
-        ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a number, got '24'"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
         ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
         ({"model_type": "qwen2_moe", "qkv_bias": "no"}, "qkv_bias must be true or false, got 'no'"),
         ({"model_type": "gpt_oss"}, "sliding_window is missing"),

@@ -200,7 +200,6 @@ def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Pa
         ("qwen3_moe", {"vocab_size": 0}, "vocab_size"),
         ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "num_heads"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0"),
-        ("olmoe", {"attention_dropout": "much"}, "attention_dropout must be a number, got 'much'"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window must be None, got 4096"),
         ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
         ("mixtral", {"router_jitter_noise": 0.02}, "router_jitter_noise must be 0, got 0.02; .* set it to 0 in config"),
@@ -213,9 +212,7 @@ def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Pa
         ("qwen3_moe", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
         ("qwen3_moe", {"attention_bias": "false"}, "attention_bias must be False, got 'false'"),
-        ("qwen3_moe", {"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an integer, got 1.5"),
         ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got"),
-        ("qwen3_moe", {"mlp_only_layers": "none"}, "mlp_only_layers must be a list of layers, got 'none'"),
     ],
 )
 def test_what_the_decoder_does_not_implement_is_not_imported(family: str, change: dict[str, Any], message: str) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import from_hf_state_dict, tiny_model
+from helpers import Watching, from_hf_state_dict, tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -112,20 +111,18 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(Watching):
     """Bytes of every result of an operator that is no view of its arguments, by the operator's name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._note)
         self.made: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         if isinstance(out, Tensor) and out.device.type == "cpu":
             given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor) and arg.is_cpu}
             if out.untyped_storage().data_ptr() not in given:
                 self.made.append((func.__name__, out.untyped_storage().nbytes()))
-        return out
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -370,17 +369,13 @@ def _tables() -> list[tuple[Any, Any]]:
         import transformers
     except ImportError as error:
         raise ValueError(f"transformers is not installed; {_UPGRADE}") from error
-    _require_version(transformers)
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS as FP8
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as EXPERTS
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as CONFIGS
-
-    return [(EXPERTS, experts_forward), (FP8, _refuse_quantised), (CONFIGS, _Unread)]
-
-
-def _require_version(transformers: ModuleType) -> None:
     found = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
     if found < OLDEST:
         raise ValueError(
             f"transformers {transformers.__version__} does not let others compute a model's experts; {_UPGRADE}"
         )
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS as FP8
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as EXPERTS
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as CONFIGS
+
+    return [(EXPERTS, experts_forward), (FP8, _refuse_quantised), (CONFIGS, _Unread)]

@@ -108,18 +108,17 @@ def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
 
 
 def _qwen2(data: Settings, layers: int) -> list[Mixer]:
-    _refuse_windows(data)
+    _refuse(data, "use_sliding_window")
     return _plain(data, layers, qkv_bias=flag(data, "qkv_bias", True), o_bias=False)
 
 
 def _qwen3(data: Settings, layers: int) -> list[Mixer]:
-    _refuse_windows(data)
+    _refuse(data, "use_sliding_window")
     return _plain(data, layers, norms="head")
 
 
 def _ernie(data: Settings, layers: int) -> list[Mixer]:
-    if flag(data, "use_bias"):
-        raise ValueError("config.json: use_bias must be False, got True; no other is planned")
+    _refuse(data, "use_bias")
     return _plain(data, layers, qkv_bias=False, o_bias=False)
 
 
@@ -268,9 +267,9 @@ def _of_names(data: Settings, setting: str, layers: int, names: Sequence[str]) -
     return kinds
 
 
-def _refuse_windows(data: Settings) -> None:
-    if flag(data, "use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window must be False, got True; no other is planned")
+def _refuse(data: Settings, name: str) -> None:
+    if flag(data, name):
+        raise ValueError(f"config.json: {name} must be False, got True; no other is planned")
 
 
 def _head_dim(data: Settings) -> int:
