@@ -5,6 +5,7 @@ n expert width
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from tilemoe.activations import REGISTRY, ActivationSpec, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.experts.torch.activations import activation_rows
 from tilemoe.ops.inference import Activation
+from tilemoe.runtime.tracing import constant_when_traced
 
 _ROWS, _WIDTH = 128, 32
 # The largest are beyond any model's clamp; values around a limit that is known are added.
@@ -74,9 +76,10 @@ def activation_of(module: nn.Module) -> Activation:
     """The module's activation. It is tried out once, and again after something that it depends on was replaced.
 
     torch.compile reads the result of an earlier trial and guards its values, so that one graph serves all layers.
+    Without one, the graph is for this module alone, and PyTorch keeps few graphs of one function (8 by default).
     """
     function = getattr(module, "act_fn", None)
-    limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
+    limit, alpha = _limit_and_alpha(module)
     tried: tuple[Any, ...] | None = vars(module).get(_TRIED)
     if (
         tried is not None
@@ -84,7 +87,12 @@ def activation_of(module: nn.Module) -> Activation:
         and all(getattr(function, name, None) == value for name, value in tried[4])
     ):
         return Activation(*tried[5:])
-    return _try(module, limit, alpha)
+    if torch.compiler.is_compiling():
+        return _activation_at(id(module))
+    activation = _try(module, limit, alpha)
+    # Plain values and the module's own attributes: unpickling them imports no tilemoe.
+    vars(module)[_TRIED] = (function, _gate(module), limit, alpha, _settings(function), *activation)
+    return activation
 
 
 def _gate(module: nn.Module) -> Any:
@@ -101,9 +109,17 @@ def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((k, v) for k, v in vars(function).items() if isinstance(v, kinds) and k[0] != "_" and k != "training")
 
 
-@torch.compiler.disable(reason="call tilemoe.integrations.transformers.use(model) before torch.compile")
+@constant_when_traced
+def _activation_at(address: int) -> Activation:
+    """The activation of the module at this address. PyTorch 2.11 passes no modules to a function that a trace runs.
+
+    The module is alive, and PyTorch guards the address, so that the graph is for this module alone.
+    """
+    module = ctypes.cast(address, ctypes.py_object).value
+    return _try(module, *_limit_and_alpha(module))
+
+
 def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activation:
-    """The activation that the module is found to compute, which it keeps. ValueError: none of tilemoe's."""
     is_gated = getattr(module, "has_gate", True)
     function: Any = module._apply_gate if is_gated else module.act_fn
     inner = getattr(module, "act_fn", None)
@@ -121,11 +137,7 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
     if spec is None:
         raise refusal(module, reason)
     entry = REGISTRY[spec.name]
-    clamp = (spec.limit if entry.limit else None, spec.alpha if entry.alpha else None)
-    found = Activation(spec.name, spec.gate_up, *clamp)
-    # Plain values and the module's own attributes: unpickling them imports no tilemoe.
-    vars(module)[_TRIED] = (inner, _gate(module), limit, alpha, _settings(inner), *found)
-    return found
+    return Activation(spec.name, spec.gate_up, spec.limit if entry.limit else None, spec.alpha if entry.alpha else None)
 
 
 def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -148,6 +160,11 @@ def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> C
         return given[0]
 
     return compute
+
+
+def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
+    """The limit and the alpha of a clamped gate, None where it has none."""
+    return _number(module, _LIMITS), _number(module, _ALPHAS)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
