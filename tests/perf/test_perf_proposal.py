@@ -9,8 +9,8 @@ from tilemoe.bench import record
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES
 from tilemoe.models.presets import MODEL_PRESETS
 from tilemoe.perf.hardware import GPUS, find_gpu
-from tilemoe.perf.proposal import CARDS, RECOMPUTED, Choices, proposal_rows, propose, step_seconds
-from tilemoe.perf.training import USABLE, Setup, fits, memory_parts
+from tilemoe.perf.proposal import CARDS, Choices, proposal_rows, propose, step_seconds
+from tilemoe.perf.training import USABLE, Setup, fits, peak_bytes
 from tilemoe.train.config import load_recipe
 
 H100 = GPUS["H100"]
@@ -28,7 +28,8 @@ def setup_of_row(row: dict[str, Any]) -> Setup:
         if row["recipe"].endswith("-16"):
             model = replace(model, num_layers=16)
     gpus, kept = row["processes"], row["between_micro_batches"]
-    return Setup(model, find_gpu(row["gpu"]), gpus, 1, seq_len, wrapped=row.get("sharded", gpus > 1), kept=kept)
+    is_wrapped, mode = row.get("sharded", gpus > 1), row.get("checkpointing", "none")
+    return Setup(model, find_gpu(row["gpu"]), gpus, 1, seq_len, wrapped=is_wrapped, checkpointing=mode, kept=kept)
 
 
 ROWS = [
@@ -47,7 +48,7 @@ def test_seconds_and_bytes_are_those_of_recorded_steps(row: dict[str, Any]) -> N
     assert step_seconds(setup, size, parts) == pytest.approx(seconds, rel=0.1)
     peak = max(row.get("peak_bytes") or [row.get("peak_gib", 0) * 2**30])
     if peak:
-        assert sum(memory_parts(setup, size).values()) == pytest.approx(peak, rel=0.05)
+        assert peak_bytes(setup, size, parts) == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -56,20 +57,20 @@ def test_the_fastest_that_fits_is_proposed(card: int) -> None:
     setup = Setup(MODEL, replace(H100, memory_gb=card), 8, 1, 4096)
     found = propose(setup, 6, Choices((1, 8)))
     every = [
-        (step_seconds(each, size, 6 // size) * (1 if mode == "none" else RECOMPUTED), size, each)
+        (step_seconds(each, size, 6 // size), size, each)
         for mode in CHECKPOINTING_MODES
         for kept in KEPT_BETWEEN_MICRO_BATCHES
         for shared in (1, 8)
         for size in (1, 2, 3, 6)
         for each in [replace(setup, checkpointing=mode, kept=kept, expert_parallel=shared)]
-        if fits(each, size) and (kept == "nothing" or size < 6)
+        if fits(each, size, 6 // size) and (kept == "nothing" or size < 6)
     ]
     if not every:
         assert found is None
         return
     assert found is not None
     assert found.bytes <= USABLE * card * 1e9
-    assert found.ranked_seconds == min(every, key=lambda each: each[0])[0]
+    assert found.seconds == min(every, key=lambda each: each[0])[0]
     assert found.sequences * found.accumulation == 6
 
 

@@ -30,7 +30,7 @@ def setup_of(recipe: str, gpus: int) -> Setup:
     return Setup(settings.model, H200, gpus, 1, settings.data.seq_len)
 
 
-RUNS = record.rows("train_throughput", contestant="tilemoe")
+RUNS = record.rows("train_throughput", contestant="tilemoe", checkpointing="none")  # test_perf_proposal: others, too
 
 
 @pytest.mark.parametrize("row", RUNS, ids=[f"{row['recipe']}-{row['processes']}-{row['time']}" for row in RUNS])

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product, takewhile
+from itertools import product
 from typing import Any
 
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Checkpointing, Kept, MoEConfig
@@ -20,7 +19,7 @@ from tilemoe.models.flops import count_parameters, flops_per_token, repeated_flo
 from tilemoe.perf.exchange import LINK_SHARE, exchange_bytes, share_of
 from tilemoe.perf.hardware import GPUS, Gpu
 from tilemoe.perf.predict import FITTED_ON, layer_ms
-from tilemoe.perf.training import Setup, fewest_gpus, fits, memory_parts
+from tilemoe.perf.training import Setup, fewest_gpus, fits, peak_bytes
 
 OF_A_HOST = 8
 CARDS = (16, 24, 48, 80, 141)  # GB
@@ -30,7 +29,7 @@ BLOCK_PASSES = 70  # passes over (T, d) in bf16, forward and backward: norms, ro
 BLOCK_SECONDS = 2.8e-3  # fixed cost per block and micro-batch: the host and short kernels
 # An exchanging layer's time over the sum of its computation's and its transfers' times (docs/distributed.md, 7B-n256).
 EXCHANGED = 1.14
-RECOMPUTED = 1.15  # settings that recompute must be faster by this: no recorded step recomputes
+RECOMPUTED = 1.15  # the time of micro-batches that recompute over that of their kernels
 _ADAMW_BYTES, _PASS_BYTES, _BF16, _FP32 = 28, 2, 2, 4
 
 
@@ -44,10 +43,6 @@ class Proposal:
     seconds: float
 
     @property
-    def ranked_seconds(self) -> float:
-        return self.seconds * (1 if self.setup.checkpointing == "none" else RECOMPUTED)
-
-    @property
     def tokens_per_second(self) -> float:
         """Per GPU."""
         return self.sequences * self.accumulation * self.setup.seq_len / self.seconds
@@ -55,7 +50,7 @@ class Proposal:
     @property
     def bytes(self) -> int:
         """Peak bytes per GPU."""
-        return sum(memory_parts(self.setup, self.sequences).values())
+        return peak_bytes(self.setup, self.sequences, self.accumulation)
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name} {value}" for name, value in self.settings().items())
@@ -90,17 +85,18 @@ def propose(setup: Setup, sequences: int, choices: Choices) -> Proposal | None:
     Among equal times, the one that takes less memory.
     """
     found = _that_fit(setup, sequences, choices)
-    return min(found, key=lambda each: (each.ranked_seconds, each.bytes), default=None)
+    return min(found, key=lambda each: (each.seconds, each.bytes), default=None)
 
 
 def _that_fit(setup: Setup, sequences: int, choices: Choices) -> Iterator[Proposal]:
-    micro_batches = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     for shared, mode, kept in product(choices.expert_parallel, choices.checkpointing, choices.kept):
         each = replace(setup, expert_parallel=shared, checkpointing=mode, kept=kept)
         is_only = kept == "nothing" or "nothing" not in choices.kept
-        for size in takewhile(partial(fits, each), micro_batches):
-            if is_only or (size < sequences and each.is_sharded):  # otherwise keeping it gains nothing
-                yield Proposal(each, size, sequences // size, step_seconds(each, size, sequences // size))
+        for size, accumulation in zip(sizes, reversed(sizes), strict=True):
+            gains = is_only or (accumulation > 1 and each.is_sharded)
+            if gains and fits(each, size, accumulation):
+                yield Proposal(each, size, accumulation, step_seconds(each, size, accumulation))
 
 
 def ways_to_share(moe: MoEConfig | None, gpus: int | None) -> tuple[int, ...]:
@@ -169,7 +165,8 @@ def _micro_batch_seconds(setup: Setup, tokens: int) -> float:
         seconds += model.num_moe_layers * layer
     seconds += tokens * flops / (DENSE_MFU * 1e12 * setup.gpu.stated_tflops())
     passed = BLOCK_PASSES * (forwards + 2) / 3 * tokens * model.hidden_size * _PASS_BYTES
-    return seconds + model.num_layers * (passed / _memory_rate(setup.gpu) + BLOCK_SECONDS)
+    seconds += model.num_layers * (passed / _memory_rate(setup.gpu) + BLOCK_SECONDS)
+    return seconds if setup.checkpointing == "none" else RECOMPUTED * seconds
 
 
 def _memory_rate(gpu: Gpu) -> float:

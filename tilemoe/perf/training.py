@@ -112,9 +112,15 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     }
 
 
-def fits(setup: Setup, sequences: int) -> bool:
-    """Whether micro-batches of ``sequences`` fit in the usable memory of each GPU."""
-    return sum(memory_parts(setup, sequences).values()) <= USABLE * setup.gpu.memory_gb * 1e9
+def peak_bytes(setup: Setup, sequences: int, micro_batches: int = 2) -> int:
+    """Peak bytes of each GPU. In a step of one micro-batch, gradients are made while activations are freed."""
+    parts = memory_parts(setup, sequences)
+    return sum(parts.values()) - (min(parts["gradients"], parts["activations"]) if micro_batches == 1 else 0)
+
+
+def fits(setup: Setup, sequences: int, micro_batches: int = 2) -> bool:
+    """Whether ``micro_batches`` of ``sequences`` fit in the usable memory of each GPU."""
+    return peak_bytes(setup, sequences, micro_batches) <= USABLE * setup.gpu.memory_gb * 1e9
 
 
 def largest_micro_batch(setup: Setup) -> int:
