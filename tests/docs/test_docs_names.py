@@ -65,6 +65,11 @@ def missing(path: str, name: str | None) -> str | None:
     return None if name is None or name in names_in(found[0]) else f"no {name} in {path}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, *HISTORY], ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_item_of_a_list_begins_a_line(page: Path) -> None:
+    assert not re.findall(r"[.)](?: |\n +)-\s+\S+", prose(page))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_is_there(page: Path) -> None:
     gone = [missing(path, name or None) for path, name in NAME.findall(prose(page))]
