@@ -190,19 +190,20 @@ def test_nothing_is_kept_and_nothing_more_is_held_where_launches_are_repeated(
     for _ in range(3):
         step(layer, x, do)
 
-    def bytes_of(run: Any) -> tuple[int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run(layer, x, do)
+    def held() -> int:
         # Autograd's thread answers before it has let go of all that it held; it has, when it answers again.
         leaf = x.detach().requires_grad_()
         torch.autograd.grad(leaf.view_as(leaf), leaf, do)
         del leaf
         gc.collect()
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        return torch.cuda.memory_allocated()
+
+    def bytes_of(run: Any) -> tuple[int, int]:
+        before = held()
+        torch.cuda.reset_peak_memory_stats()
+        run(layer, x, do)
+        return held() - before, torch.cuda.max_memory_allocated() - before
 
     kept, peak = bytes_of(alone)
     repeated.clear()

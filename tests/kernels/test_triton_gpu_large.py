@@ -44,7 +44,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return backend_named("triton")
     chosen = choose_experts(torch.device("cuda"), BF16, (D, N)).impl
     if chosen.name == "hopper":
-        monkeypatch.setattr("tilemoe.kernels.experts.hopper.backend.why_slower", lambda *widths: None)
+        monkeypatch.setattr("tilemoe.kernels.experts.hopper.configs.why_slower", lambda *widths: None)
     return chosen
 
 
