@@ -1,7 +1,9 @@
 """A run's folder is one run's; signals lose nothing; what cannot be gone on with; bf16 by autocast or FSDP alone."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -115,6 +117,20 @@ def test_a_folder_that_goes_after_the_last_record_is_named_by_the_result(
 
     monkeypatch.setattr(runs, "_result", result)
     with raises_one_line(rf"^train\.out_dir {dense_recipe.train.out_dir}: cannot be used \(No such file"):
+        train(dense_recipe)
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_with_the_folder(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shutil.rmtree` names a file by its last part alone."""
+
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "weights.safetensors")
+
+    monkeypatch.setattr(runs, "clean_stale", refuse)
+    folder = re.escape(dense_recipe.train.out_dir)
+    with raises_one_line(rf"^train\.out_dir {folder}/weights\.safetensors: cannot be used \(Permission denied"):
         train(dense_recipe)
 
 

@@ -332,8 +332,8 @@ def _owned(run_dir: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise ValueError(
-            f"train.out_dir {error.filename or run_dir}: cannot be used ({error.strerror or error}); make room or "
-            "correct its permissions and go on with --resume, or choose another --train.out-dir"
+            f"train.out_dir {run_dir / (error.filename or '')}: cannot be used ({error.strerror or error}); make room "
+            "or correct its permissions and go on with --resume, or choose another --train.out-dir"
         ) from error
 
 
