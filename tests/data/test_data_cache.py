@@ -237,3 +237,10 @@ def test_a_long_line_takes_no_many_times_its_memory(tmp_path: Path, heldout_ever
         assert peak() < 5 * size + (32 << 20)
     separators = 2 if heldout_every == 2 else 3
     assert made.train.num_tokens + made.heldout.num_tokens == size + 1 + separators
+
+
+def test_reading_outside_is_refused(write_shards: Write):
+    shards = write_shards(range(20))
+    for start, length in ((-1, 2), (0, 21), (20, 1), (3, -1)):
+        with pytest.raises(ValueError, match=f"start {start} and length {length} reach outside the 20 tokens"):
+            shards.read(start, length)

@@ -280,6 +280,8 @@ def test_examples_too_long_are_named_and_treated_as_told(tmp_path: Path) -> None
     assert cut.notes == (f"examples of more than 65 tokens, 1 cut and 1 left out: {path}:3, {path}:5",)
     assert documents_of(cut.train)[0] == (b"x" * 10 + b"y" * 54, b"y" * 55)
     assert cut.train.num_windows == 2
+    with raises_one_line("too_long must be one of error, skip, truncate; got 'drop'"):
+        prepared(path, tmp_path, too_long="drop")
     for choice in ("skip", "truncate"):
         with raises_one_line(r"b\.jsonl': every training example has more than 65 tokens; raise data\.seq_len"):
             prepared(write_lines(tmp_path / "b.jsonl", [hopeless] * 4), tmp_path, too_long=choice)

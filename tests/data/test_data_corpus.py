@@ -315,3 +315,9 @@ def test_folders_deeper_than_calls_may_be(tmp_path: Path):
     finally:
         sys.setrecursionlimit(most)
     assert files == ("d/" * 100 + "a.txt",)
+
+
+@pytest.mark.parametrize("every", [1, 0, -3, 2.5, True])
+def test_heldout_every_is_checked(folder: Path, every: object):
+    with pytest.raises(ValueError, match="heldout_every must be an integer >= 2"):
+        split_parts(open_corpus(str(folder)), every)

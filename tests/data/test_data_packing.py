@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,8 @@ def test_evaluation_reads_every_window_once(tmp_path: Path) -> None:
     for given_, expected in zip(zip(*batches, strict=True), whole, strict=True):
         together = np.concatenate(given_)[: packed.num_windows]
         assert (together == expected).all()
+    with raises_one_line("batch_size must be an integer >= 1, got 0"):
+        next(packed.batches(0))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

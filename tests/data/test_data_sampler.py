@@ -101,11 +101,6 @@ def test_time_and_memory_do_not_grow_with_the_corpus():
         assert peak() < 2_000_000
 
 
-def test_too_little_text_for_a_window():
-    with pytest.raises(ValueError, match=r"has 100 tokens, fewer than seq_len \+ 1 = 101; lower seq_len or give more"):
-        Sampler(Counting(100), 100, 2, 0)
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 100), st.integers(1, 12), st.integers(1, 5))
 def test_evaluation_covers_every_token_once_in_order(write_shards: Write, count: int, seq_len: int, batch_size: int):
@@ -144,3 +139,23 @@ def test_images_and_neighbours_are_spread_evenly_over_the_keys(size: int):
     ):
         expected = 2000 / bins
         assert float(((np.bincount(values, minlength=bins) - expected) ** 2 / expected).sum()) < 35
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_len": 0}, "seq_len must be an integer >= 1, got 0"),
+        ({"batch_size": -1}, "batch_size must be an integer >= 1, got -1"),
+        ({"batch_size": 2.0}, "batch_size must be an integer >= 1, got 2.0"),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
+        ({"rank": 2, "world_size": 2}, r"rank must be below world_size \(2\), got 2"),
+        ({"step": -1}, "step must be an integer >= 0, got -1"),
+        ({"seq_len": 100}, r"has 100 tokens, fewer than seq_len \+ 1 = 101; lower seq_len or give more text"),
+    ],
+)
+def test_bad_arguments(change: dict[str, object], message: str):
+    arguments = {"seq_len": 4, "batch_size": 2, "seed": 0, "step": 0, **change}
+    step = arguments.pop("step")
+    with pytest.raises(ValueError, match=message):
+        Sampler(Counting(100), **arguments).batch(step)

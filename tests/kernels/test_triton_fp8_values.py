@@ -16,9 +16,12 @@ from fp8_checks import transposed_by_torch
 from torch import Tensor
 from triton_checks import turn
 
+import tilemoe
+from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.formats import fp8 as by_torch
 from tilemoe.kernels.experts.formats.fp8 import BLOCK, WEIGHTS, packed_operand, quantize
 from tilemoe.kernels.experts.formats.operand import Operand
+from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.formats.quantize import (
     block_weight_launch,
     dequantized_rows,
@@ -38,7 +41,7 @@ from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import ceil_div
-from tilemoe.testing import assert_equal, hostile_routings
+from tilemoe.testing import assert_equal, hostile_routings, make_inputs
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -208,3 +211,24 @@ def test_what_is_not_finite_makes_its_experts_scale_nan(where: str, bad: float) 
     (operands,) = wgrad_operands(by_token, by_row, plan)
     scale = operands.scale
     assert_equal(scale.isfinite(), torch.tensor([True, False, True, True], device=DEVICE))
+
+
+def test_a_layer_that_keeps_h_in_fp8() -> None:
+    """The same output, and the gradients of the h that is kept."""
+    torch.manual_seed(0)
+    plan, ks = plan_named("random"), TritonBackend()
+    given = {
+        name: t.requires_grad_() for name, t in make_inputs(plan, 32, 64, "swiglu", dtype=DTYPE, bias=True).items()
+    }
+    o = tilemoe.moe(**given, plan=plan, kernels="triton", save="fp8")
+    assert_equal(o, tilemoe.moe(**given, plan=plan, kernels="triton"))
+    do = torch.randn_like(o)
+    dw1, dw2, ds = torch.autograd.grad(o, [given[name] for name in ("w1", "w2", "scores")], do)
+    spec = activation_spec("swiglu", "concatenated", None, None)
+    x, w1, w2, s, b1, b2 = (given[name].detach() for name in ("x", "w1", "w2", "scores", "b1", "b2"))
+    _, h = ks.up_proj_act(x, w1, b1, plan, spec)
+    h = ks.dequantize_h(ks.quantize_h(h))
+    dh, ds_kept, a_scaled = ks.down_proj_dgrad_dact(do, w2, b2, h, s.reshape(-1), plan, spec)
+    assert_equal(ds, ds_kept.view_as(ds))
+    assert_equal(dw2, ks.down_proj_wgrad(do, a_scaled, plan))
+    assert_equal(dw1, ks.up_proj_wgrad(x, dh, plan))

@@ -235,6 +235,21 @@ def check_steps_by_moments_of_a_byte() -> None:
     assert_equal(state, whole_state(one))
 
 
+def check_a_write_that_tells_places_in_its_file_alone() -> None:
+    """As PyTorch 2.11's."""
+    training, finish = resumed("adamw", MESHES["FSDP"]), FileSystemWriter.finish
+
+    def finish_a_copy(writer: FileSystemWriter, metadata: Any, results: Any) -> None:
+        finish(writer, replace(metadata), results)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "finish", finish_a_copy)
+        path = save(run_dir() / "old", recipe_of("adamw"), 2, training)
+    dist.barrier()
+    open_checkpoint(path).load_training(*training)
+    assert_state(training, "adamw", 2)
+
+
 def check_what_one_process_wrote() -> None:
     """Read by all, each its parts."""
     for kind in ("adamw", "in 4 and 8 bit", "muon"):
@@ -456,7 +471,7 @@ ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes, check_what_one_process_wrote,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
     check_start_from_a_model, check_steps_by_moments_of_a_byte,
-    check_a_process_writes_several_files,
+    check_a_write_that_tells_places_in_its_file_alone, check_a_process_writes_several_files,
 )  # fmt: skip
 ON_TWO = (
     check_resume_on_two, check_shared_adapters_are_not_merged, check_one_folder_is_shared,

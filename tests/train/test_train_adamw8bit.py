@@ -12,6 +12,7 @@ from torch import nn
 
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.train import optim
+from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.sharded_state import read_training, whole_tensors
 from tilemoe.train.config import OptimConfig, Recipe
 from tilemoe.train.job.processes import Job
@@ -103,3 +104,14 @@ def test_it_needs_torchao(moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(optim, "find_spec", lambda name: None)
     with raises_one_line("pip install 'tilemoe\\[fp8\\]', or use --optim.name adamw"):
         require_ready(recipe, Job(rank=0, local_rank=0, world_size=1), is_new=True)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(moe_recipe: Recipe, tmp_path: Path) -> None:
+    for steps, out in ((5, "whole"), (3, "part")):
+        train(recipe_of(moe_recipe, tmp_path / out, steps))
+    train(recipe_of(moe_recipe, tmp_path / "part", 5), find_latest(tmp_path / "part"))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        whole, part = (load_file(tmp_path / out / "step_00000005" / file) for out in ("whole", "part"))
+        assert whole.keys() == part.keys()
+        assert all(torch.equal(part[name], tensor) for name, tensor in whole.items())
+    assert whole["embed.weight.exp_avg_sq.codes"].any()

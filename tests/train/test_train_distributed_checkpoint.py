@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tilemoe.cli.main import main
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import assert_equal
-from tilemoe.train.checkpoints.folder import open_checkpoint
+from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
 from tilemoe.train.checkpoints.pickled import read_pickled
 
 pytestmark = pytest.mark.dist
@@ -73,3 +73,17 @@ def test_torch_reads_what_four_processes_wrote(run_dir: Path) -> None:
     dcp.load(theirs, checkpoint_id=str(path), no_dist=True)
     assert_equal(theirs, {f"model.{name}": tensor for name, tensor in ours.state_dict().items()})
     assert read_pickled(path / ".metadata") == checkpoint.tensors
+
+
+@pytest.mark.usefixtures("on_four")
+def test_a_changed_byte_is_found(run_dir: Path) -> None:
+    path, model = run_dir / "adamw" / "step_00000002", DecoderLM(checks.MODEL)
+    names = sorted(file.name for file in path.iterdir())
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "manifest.json", "state.json"]
+    for name in names[:5]:
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match=f"{name} does not match its checksum"):
+            open_checkpoint(path).load_model(model)
+        (path / name).write_bytes(content)
+    open_checkpoint(path).load_model(model)

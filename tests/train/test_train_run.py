@@ -28,7 +28,7 @@ from tilemoe.train import run as runs
 from tilemoe.train.checkpoints import pending
 from tilemoe.train.checkpoints.folder import CheckpointError, find_latest, open_checkpoint, publish
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model
-from tilemoe.train.config import Recipe
+from tilemoe.train.config import MuonConfig, Recipe
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
@@ -391,6 +391,8 @@ def test_what_cannot_be_resumed(moe_recipe: Recipe, dense_recipe: Recipe, tmp_pa
     for path, value in fixed.items():
         with pytest.raises(CheckpointError, match=rf"{path.replace('__', '.')} is {value!r} here"):
             train(changed(moe_recipe, **{path: value}), checkpoint)
+    free = changed(moe_recipe, optim__muon=MuonConfig(momentum=0.9))
+    assert require_resumable(free, checkpoint) == ["optim.muon.momentum is 0.9 here and 0.95 in the checkpoint"]
     with pytest.raises(CheckpointError, match=r"past train\.steps \(2\)"):
         train(replace(moe_recipe, train=replace(moe_recipe.train, steps=2)), checkpoint)
     text = tmp_path / "other"

@@ -304,6 +304,17 @@ def test_an_archive_that_describes_another_tensor(sharded: Path, told: dict[str,
         opened.open_tensors()[name][()]
 
 
+@pytest.mark.parametrize("files", [None, [], ["state.json"], "state.json", 3, {}])
+def test_a_manifest_that_lists_no_files(checkpoint: Path, files: Any) -> None:
+    (checkpoint / "manifest.json").write_bytes(manifest_of(files))
+    with raises_one_line("is damaged: .*manifest.json", CheckpointError):
+        open_checkpoint(checkpoint)
+    for content in (b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"\xff", b'{"files":{},"sha256":null}'):
+        (checkpoint / "manifest.json").write_bytes(content)
+        with raises_one_line("is damaged: manifest.json", CheckpointError):
+            open_checkpoint(checkpoint)
+
+
 WRONG = (None, True, "", "\ud800", -1, 10**30, 1.5, float("nan"), [], {}, [[]], {"": {}})
 
 

@@ -103,3 +103,10 @@ def test_a_first_process_that_is_stopped_is_named(store: dist.HashStore, monkeyp
     while not found:
         found = first._look()
     assert found == expected
+
+
+def test_who_says_goodbye_is_not_missed(first: Watch, links: dict[int, Connection]) -> None:
+    send(links[1], {"done": True})
+    links[1].close()
+    wait_for(first, {2})
+    assert first.verdict(1.2) == ""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tilemoe.checks import expand_user
+from tilemoe.checks import expand_user, require_choice, require_int
 from tilemoe.data.chat_encoder import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
 from tilemoe.data.corpus import (
@@ -31,7 +31,7 @@ from tilemoe.data.corpus import (
     split_parts,
 )
 from tilemoe.data.mixture import Mixture
-from tilemoe.data.packing import FLAGS, PackedDocuments, Packing, flagged
+from tilemoe.data.packing import FLAGS, PACKINGS, PackedDocuments, Packing, flagged
 from tilemoe.data.shards import (
     FORMAT,
     SHARD_TOKENS,
@@ -131,8 +131,13 @@ def prepare_chat(
     Every ``heldout_every``-th example is held out. An example of more than seq_len + 1 tokens (the last is only a
     target) is an error, left out ("skip") or cut at its end ("truncate"; left out if nothing to learn remains); the
     notes name the first ones. For ``undecodable`` and ``longest_line`` see `open_corpus`, for the cache `prepare`.
-    Raises ValueError for anything wrong with the corpus (naming file and line), the tokenizer or the cache.
+    Raises ValueError for an invalid argument, or anything wrong with the corpus (naming file and line), the tokenizer
+    or the cache.
     """
+    require_int("seq_len", seq_len, 1)
+    require_int("heldout_every", heldout_every, 2)
+    require_choice("too_long", too_long, get_args(TooLong))
+    require_choice("packing", packing, PACKINGS)
     cache_dir = expand_user(cache_dir)
     corpus = open_corpus(corpus_spec, CHAT_SUFFIXES, undecodable, longest_line)
     with usable_cache(cache_dir):

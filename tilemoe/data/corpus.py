@@ -22,7 +22,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, cast, get_args
 
-from tilemoe.checks import expand_user, told
+from tilemoe.checks import expand_user, require_int, told
 from tilemoe.files import open_regular
 
 Undecodable = Literal["error", "replace"]  # for bytes that are not UTF-8
@@ -275,7 +275,9 @@ def split_parts(corpus: Corpus, heldout_every: int) -> Iterator[tuple[TextNumber
     Document ``heldout_every - 1`` and every ``heldout_every``-th after it are held out. If the corpus has fewer than
     ``heldout_every`` documents, such as a single text file, the last ``1 / heldout_every`` of each document is held out
     instead, from the start of a line if one is near before that point. Successive parts of one number are one text.
+    ValueError unless heldout_every >= 2.
     """
+    require_int("heldout_every", heldout_every, 2)
     has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
 
     def splits(place: int, text: str) -> Iterable[tuple[Split, str]]:

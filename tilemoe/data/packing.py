@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.checks import require_int
 from tilemoe.data.chat_encoder import Encoded
 from tilemoe.data.sampler import IGNORED_TARGET, BatchOrder, epochs, permute
 from tilemoe.data.shards import TokenShards
 
 Packing = Literal["best_fit", "one_document"]
+PACKINGS = get_args(Packing)
 FLAGS = 4  # ids are multiplied by it
 _LEARNT, _FIRST = 2, 1
 _ORDER = 0  # purpose in keys derived from (seed, epoch)
@@ -96,6 +98,7 @@ class PackedDocuments:
         """Batches of every window, or of those in ``windows``, once and in order. The last batch is padded with its own
         last window, without targets.
         """
+        require_int("batch_size", batch_size, 1)
         windows = np.arange(self.num_windows) if windows is None else windows
         for first in range(0, windows.size, batch_size):
             wanted = np.arange(first, first + batch_size)

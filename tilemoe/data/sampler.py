@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.checks import require_int
 from tilemoe.data.shards import TokenShards
 
 IGNORED_TARGET = -100
@@ -22,16 +23,22 @@ _ORDER, _OFFSET = 0, 1  # purposes in keys derived from (seed, epoch)
 
 class BatchOrder:
     """Assigns positions of an endless sequence to ranks: ``step`` of rank r has the positions
-    ``(step * world_size + r) * B + [0, B)``.
+    ``(step * world_size + r) * B + [0, B)``. ValueError: the rank or a size is invalid.
     """
 
     def __init__(self, seq_len: int, batch_size: int, seed: int, rank: int, world_size: int) -> None:
-        assert 0 <= rank < world_size, (rank, world_size)
+        check_sizes(seq_len, batch_size)
+        require_int("seed", seed, 0)
+        require_int("world_size", world_size, 1)
+        require_int("rank", rank, 0)
+        if rank >= world_size:
+            raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
         self.seq_len, self.batch_size = seq_len, batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
 
     def first(self, step: int) -> int:
         """The first position of ``step`` >= 0 of this rank."""
+        require_int("step", step, 0)
         return (step * self.world_size + self.rank) * self.batch_size
 
     def of_all_ranks(self, first_step: int, steps: int) -> tuple[int, int]:
@@ -98,6 +105,7 @@ def sequential_windows(
     The first input is the separator, as before any document. The last batch is padded with separators as inputs and
     targets of -100, so that all batches have one shape. ``windows``: read only these, numbered from 0.
     """
+    check_sizes(seq_len, batch_size)
     windows = np.arange(-(-shards.num_tokens // seq_len)) if windows is None else windows
     for first in range(0, windows.size, batch_size):
         inputs = np.full((batch_size, seq_len), shards.separator_id, dtype=np.int64)
@@ -108,6 +116,11 @@ def sequential_windows(
                 inputs[row, 0] = shards.read(start - 1, 1)[0]
             inputs[row, 1 : tokens.size], targets[row, : tokens.size] = tokens[:-1], tokens
         yield inputs, targets
+
+
+def check_sizes(seq_len: int, batch_size: int) -> None:
+    require_int("seq_len", seq_len, 1)
+    require_int("batch_size", batch_size, 1)
 
 
 def epochs(first: int, count: int, size: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

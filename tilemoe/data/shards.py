@@ -122,9 +122,12 @@ class TokenShards:
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """(length,) int64: tokens [start, start + length) of the split, which may span shards.
 
-        ValueError: a shard was truncated meanwhile.
+        ValueError: the split has no such tokens, or a shard was truncated meanwhile.
         """
-        assert 0 <= start <= start + length <= self.num_tokens, (start, length, self.num_tokens)
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise ValueError(
+                f"start {start} and length {length} reach outside the {self.num_tokens} tokens of {self.directory}"
+            )
         parts = [np.empty(0, dtype=np.int64)]
         while length:
             shard = int(np.searchsorted(self._start_of_shard, start, side="right")) - 1
