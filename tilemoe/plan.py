@@ -7,7 +7,7 @@ C capacity of a list of row tiles
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,22 @@ class TileList(NamedTuple):
         return self.expert_of_tile.shape[0]
 
 
+class Peers(Protocol):
+    """The processes that sent a plan's tokens x (T, d), and read the sums of their results."""
+
+    def keep(self, x: Tensor) -> bool:
+        """Whether `again` can return this x in the backward, so that it need not be saved."""
+        ...
+
+    def again(self) -> Tensor:
+        """Returns x, received again."""
+        ...
+
+    def lend(self, like: Tensor) -> Tensor | None:
+        """Memory of ``like``'s shape and dtype where the peers read sums; None if it is not free."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
     """The index arrays of one routing, int32, on one device. ``<value>_of_<index>`` maps an index to a value.
@@ -64,7 +80,7 @@ class RoutingPlan:
         error_bits: () bits that `check` reports; 0 if every id was in range, None if nothing was recorded
         counted_rows: (E) `rows_per_expert`, if the plan's builder counted them anyway
         tiles: lists of row tiles by height; kernels make them at first use
-        peers: the processes that sent the tokens, a `tilemoe.ops.window.Senders`; None: no tokens were sent
+        peers: the processes that sent the tokens; None: no tokens were sent
         sums: (T, d) memory where a call of an operator writes its sums over each token's rows; None: new memory
         tile_counter: (1) the dynamic persistent tile scheduler's counter, made with the first list. It is 0 between
             launches. Concurrent kernels must not share it, so every call of an operator has its own plan
@@ -90,7 +106,7 @@ class RoutingPlan:
     num_tokens: int
     error_bits: Tensor | None = None
     counted_rows: Tensor | None = field(default=None, repr=False, kw_only=True)
-    peers: Any = field(default=None, repr=False, kw_only=True)
+    peers: Peers | None = field(default=None, repr=False, kw_only=True)
     sums: Tensor | None = field(default=None, repr=False, kw_only=True)
     tiles: dict[int, TileList] = field(init=False, repr=False)
     tile_counter: Tensor | None = field(default=None, init=False, repr=False)

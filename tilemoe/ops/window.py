@@ -174,7 +174,7 @@ def saved_by(node: Any) -> tuple[Tensor, ...]:
 
 
 class Senders(NamedTuple):
-    """The processes that sent what a call of `to_experts` received, and that read the sums of its results.
+    """The `Peers` that sent what a call of `to_experts` received, and to which their results go back.
 
     node: the call's autograd node; None: x is saved.
     """
@@ -185,20 +185,16 @@ class Senders(NamedTuple):
     window: OpenWindow
 
     def keep(self, x: Tensor) -> bool:
-        """Whether `again` can return this x (M_max, d) in the backward, so that it need not be saved: not if hooks,
-        such as checkpointing's, decide when saved tensors are freed.
-        """
+        """False if hooks, such as checkpointing's, decide when saved tensors are freed."""
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return self.node is not None and x.grad_fn is self.node and not is_hooked
 
     def again(self) -> Tensor:
-        """x, received again."""
         x, *places = saved_by(self.node)
         received: Tensor = to_experts_again(x, *places, self.precision, self.window)
         return received
 
     def lend(self, like: Tensor) -> Tensor | None:
-        """See `OpenWindow.lend`."""
         return self.window.lend(like)
 
     def combine(self, o: Tensor) -> Tensor:
