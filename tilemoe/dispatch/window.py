@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from tilemoe.kernels.expert_parallel.triton_window import (
     put,
 )
 from tilemoe.kernels.experts.formats.dense import compute_dtype
-from tilemoe.ops.window import OpenWindow, Places, Senders, to_experts
+from tilemoe.ops.window import OpenWindow, Places, Senders, from_experts, to_experts
 from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.device import why_no_triton
 
@@ -110,6 +110,21 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) 
     return (memory, handle), list(handle.buffer_ptrs)
 
 
+class SentByWindow(NamedTuple):
+    """What `combine` needs from a `Windows.dispatch`."""
+
+    places: Places
+    precision: str
+    window: OpenWindow
+
+    def combine(self, o: Tensor) -> Tensor:
+        """o (M_max, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank
+        order.
+        """
+        total: Tensor = from_experts(o, None, *self.places, self.precision, self.window)[0]
+        return total
+
+
 class Windows:
     """The window that a group of ranks shares for all ``layers`` of a model, and the larger ones that replace it.
 
@@ -175,9 +190,9 @@ class Windows:
         rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may take all room
         received, s, *rest = to_experts(x, s, *plan.arrays, room.index, rows, precision, window)
         node = None if torch.compiler.is_compiling() or self._keep_received else received.grad_fn
-        senders = Senders(node, Places(*rest[6:]), precision, window)
-        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5], peers=senders)
-        return Dispatched(received, here, s, senders)
+        peers = Senders(node, precision, window)
+        here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5], peers=peers)
+        return Dispatched(received, here, s, SentByWindow(Places(*rest[6:]), precision, window))
 
     @property
     def rows(self) -> int:

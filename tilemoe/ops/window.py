@@ -174,13 +174,9 @@ def saved_by(node: Any) -> tuple[Tensor, ...]:
 
 
 class Senders(NamedTuple):
-    """The `Peers` that sent what a call of `to_experts` received, and to which their results go back.
-
-    node: the call's autograd node; None: x is saved.
-    """
+    """The `Peers` that sent what a call of `to_experts` received. node: the call's autograd node; None: x is saved."""
 
     node: Any
-    places: Places
     precision: str
     window: OpenWindow
 
@@ -196,11 +192,6 @@ class Senders(NamedTuple):
 
     def lend(self, like: Tensor) -> Tensor | None:
         return self.window.lend(like)
-
-    def combine(self, o: Tensor) -> Tensor:
-        """o (M_max, d) -> (T, d): each token's sum over the ranks it was sent to, in fp32 or better, in rank order."""
-        total: Tensor = from_experts(o, None, *self.places, self.precision, self.window)[0]
-        return total
 
 
 def _to_experts_backward(ctx: Any, dx: Tensor, ds: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
