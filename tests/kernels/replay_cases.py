@@ -28,7 +28,8 @@ from tilemoe.ops import window
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime import launch
-from tilemoe.runtime.operator import Arguments, LaunchCache, Operator
+from tilemoe.runtime.launch_cache import LaunchCache
+from tilemoe.runtime.operator import Arguments, Operator
 
 DRIVER = fake_driver.install()
 BF16, FP32 = torch.bfloat16, torch.float32

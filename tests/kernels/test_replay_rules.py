@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilemoe.ops import experts as library
 from tilemoe.ops import router
 from tilemoe.runtime import launch
+from tilemoe.runtime import launch_cache as replayed
 from tilemoe.runtime import launch_trace as replay
-from tilemoe.runtime import operator as replayed
 from tilemoe.testing import assert_equal
 
 pytestmark = pytest.mark.process("fake_driver")
