@@ -43,8 +43,8 @@ from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Mode
 from tilemoe.data import Prepared, TokenShards, load_tokenizer
 from tilemoe.data.corpus import SPLITS
 from tilemoe.data.shards import ShardWriter, token_dtype, write_index
-from tilemoe.layers.attention import quantize_projections
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token

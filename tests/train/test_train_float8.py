@@ -15,7 +15,8 @@ from torch import nn
 
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.kernels.choose import choose_projections
-from tilemoe.layers.attention import Attention, quantize_projections
+from tilemoe.layers.attention import Attention
+from tilemoe.layers.float8 import quantize_projections
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.runtime import tracing
 from tilemoe.runtime.device import has_fast_gemm

@@ -21,7 +21,7 @@ from small_runs import changed
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, TokenRounding, to_dict
 from tilemoe.files import owned_folder
-from tilemoe.layers.attention import RMSNorm
+from tilemoe.layers.norm import RMSNorm
 from tilemoe.routing.topk import NonFiniteLogitsError
 from tilemoe.train import loop
 from tilemoe.train import run as runs

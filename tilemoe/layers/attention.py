@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,27 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilemoe.config import ModelConfig
-from tilemoe.kernels.choose import choose_document_attention, choose_lm, choose_projections
+from tilemoe.kernels.choose import choose_document_attention, choose_lm
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.lora_linear import LoRALinear
+from tilemoe.layers.norm import RMSNorm
 from tilemoe.runtime.random import normal_
-from tilemoe.runtime.tracing import warn_once
-
-# One scale per tensor: torchao's fastest recipe, and the one that still gains at widths below 2048.
-_RECIPE = "tensorwise"
-
-
-class RMSNorm(nn.RMSNorm):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, fp64 for fp64 inputs (arXiv 1910.07467).
-
-    x (..., d) -> (..., d) in the wider of x's and the weight's dtype: fp32 weights and bf16 activations, as under
-    autocast, give fp32.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Cast both to one dtype: PyTorch's fused kernel serves only that case.
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 class LayerCache:
@@ -252,33 +234,3 @@ def _visibility(held: int, new: int, device: torch.device) -> tuple[Tensor | Non
     if new == 1:
         return None, False
     return torch.ones(new, held + new, dtype=torch.bool, device=device).tril(held), False
-
-
-def require_torchao() -> None:
-    """ValueError unless torchao is installed."""
-    if find_spec("torchao") is None:
-        raise ValueError(
-            "train.dense_precision 'fp8' needs torchao: pip install 'tilemoe[fp8]', or use --train.dense-precision bf16"
-        )
-
-
-def quantize_projections(model: nn.Module, device: torch.device) -> None:
-    """Make the four projections of every `Attention` of ``model`` compute in FP8 on ``device``, in place, by torchao.
-
-    Parameters keep their dtype, device and names. On a GPU without FP8 nothing changes
-    (`tilemoe.kernels.choose.choose_projections` says why); a CPU emulates FP8 in fp32. Either gives a warning.
-
-    ValueError: torchao is not installed.
-    """
-    require_torchao()
-    chosen = choose_projections(device)
-    if chosen.name != "torchao" or device.type == "cpu":
-        warn_once(f"attention's projections: {chosen.name}, {chosen.reason}")
-    if chosen.name != "torchao":
-        return
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = replace(Float8LinearConfig.from_recipe_name(_RECIPE), emulate=device.type == "cpu")
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            convert_to_float8_training(module, config=config)

@@ -23,9 +23,10 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.kernels.lm.documents import Documents
-from tilemoe.layers.attention import Attention, KVCache, LayerCache, RMSNorm, rotary_angles, without_cudnn
+from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles, without_cudnn
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
+from tilemoe.layers.norm import RMSNorm
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.ops.moe import check_options
 from tilemoe.routing.balance import update_selection_bias

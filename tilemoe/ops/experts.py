@@ -31,12 +31,11 @@ from tilemoe.kernels.experts.formats.fp8 import BLOCK, ROWS
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.ops.accumulation import sum_to_add_to
 from tilemoe.ops.out_of_memory import advise
 from tilemoe.plan import RoutingPlan, plan_of, with_sums, without_derived
 from tilemoe.runtime.operator import Arguments, Operator
-from tilemoe.runtime.tensors import PLAIN
 
-_CAST = "ToCopyBackward0"  # the autograd node of autocast's cast of a leaf
 _NUM_ARRAYS = 5  # tensors in `RoutingPlan.arrays`
 _ROW_OF_PAIR = -5  # index of row_of_pair in the arguments of `RoutedArguments.schema`
 _ONCE = (
@@ -273,45 +272,6 @@ def _wgrad(
         return make(by_token, by_row, is_column_major(weight), *routed)
     add(total, by_token, by_row, *routed)
     return None
-
-
-def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
-    """``.grad``, fp32 (fp64 for fp64), of the leaf that is, or was cast to, the operator's input ``index``.
-
-    If there is none, it is created with zeros. Returns None if autograd must receive the gradient itself, because a
-    hook or another caller may read, keep or differentiate it.
-    """
-    node = ctx.next_functions[index][0] if index < len(ctx.next_functions) else None
-    dtype = compute_dtype(weight.dtype)
-    if node is None:  # a call that only compiles kernels has no autograd graph
-        return torch.empty_like(weight, dtype=dtype)
-    if node.name() == _CAST:
-        node = node.next_functions[0][0]
-    leaf: Any = getattr(node, "variable", None)
-    if (
-        type(leaf) not in PLAIN
-        or torch.is_grad_enabled()  # create_graph=True
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.is_anomaly_enabled()
-        or leaf._backward_hooks
-        or leaf._post_accumulate_grad_hooks
-        or not _accumulates(node)
-    ):
-        return None
-    if leaf.grad is None:
-        leaf.grad_dtype = dtype
-        leaf.grad = torch.zeros_like(leaf, dtype=dtype)
-    total: Tensor = leaf.grad
-    is_dense = type(total) in PLAIN and (total.is_contiguous() or is_column_major(total))
-    return total if is_dense and total.dtype == dtype else None
-
-
-def _accumulates(node: Any) -> bool:
-    """Whether this backward will run ``node``, an AccumulateGrad; under autograd.grad it does not run."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # raised under autograd.grad for a leaf's node
-        return False
 
 
 class _DependentOnInputs(torch.autograd.Function):

@@ -7,14 +7,10 @@ plain tensors that none of these observes runs the implementation directly (docs
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from inspect import signature
 from traceback import clear_frames
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilemoe.runtime.device import has_triton
+from tilemoe.runtime.imports import after_import
 from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.runtime.tensors import PLAIN
 
@@ -90,6 +87,7 @@ class Operator:
             self.registered.register_fake(self._run_fake)
             if flops is not None:
                 packet = getattr(torch.ops.tilemoe, name)
+                # importing the counter imports Triton, which a CPU does not need
                 after_import("torch.utils.flop_counter", lambda m: m.register_flop_formula(packet)(flops))
 
     def register_autograd(self, backward: Backward, save: Save) -> None:
@@ -292,32 +290,3 @@ def _without_none(output: Any, like: Tensor) -> Any:
     if not isinstance(output, tuple):
         return output
     return tuple([like.new_empty(0) if each is None else each for each in output])
-
-
-def after_import(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Call ``then`` with the module ``name``: now if it is already imported, else right after its import.
-
-    For PyTorch's FLOP counter: importing it also imports Triton, which takes 0.2 s, or logs a warning if there is none.
-    """
-    if name in sys.modules:
-        then(sys.modules[name])
-        return
-
-    def find(fullname: str, *_: Any) -> ModuleSpec | None:
-        """The spec that the other finders give for the module, with a loader that then calls ``then``."""
-        if fullname != name:
-            return None
-        sys.meta_path.remove(finder)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_then(module: ModuleType) -> None:
-                load(module)
-                then(module)
-
-            spec.loader.exec_module = load_then  # type: ignore[method-assign]
-        return spec
-
-    finder: Any = SimpleNamespace(find_spec=find)
-    sys.meta_path.insert(0, finder)

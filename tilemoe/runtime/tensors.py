@@ -1,22 +1,20 @@
-"""Checks of tensors, devices and dtypes that users pass, by a `ValueError` that names the argument; a cache by weight.
+"""Checks of tensors, devices and dtypes that users pass; a `ValueError` names the argument that is wrong.
 
 No check reads a tensor's values; it reads a few attributes, each in a fraction of a microsecond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.checks import shown
 
 PLAIN = (Tensor, nn.Parameter)
-_SPANS: list[WeakTensorKeyDictionary] = []  # per process, since its backward runs in other threads
 
 
 def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
@@ -95,23 +93,3 @@ def largest_magnitude(t: Tensor) -> Tensor:
 def is_finite(t: Tensor) -> bool:
     """Whether a float tensor has no NaN and no infinity; waits for the device."""
     return t.numel() == 0 or bool(largest_magnitude(t).isfinite())
-
-
-@contextmanager
-def promise_unchanged_weights() -> Iterator[None]:
-    """The caller promises that no weight's values change inside the block; derived tensors, such as quantised operands,
-    are cached until its end.
-
-    FSDP's all-gather writes to weights without advancing their version counters. Between two optimiser steps it writes
-    the same values.
-    """
-    _SPANS.append(WeakTensorKeyDictionary())
-    try:
-        yield
-    finally:
-        _SPANS.pop()
-
-
-def cache_of_unchanged_weights() -> WeakTensorKeyDictionary | None:
-    """The cache of the innermost `promise_unchanged_weights`, by weight; None outside of one."""
-    return _SPANS[-1] if _SPANS else None

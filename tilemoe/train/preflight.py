@@ -12,7 +12,7 @@ import torch
 
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.files import open_regular
-from tilemoe.layers.attention import require_torchao
+from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_base import HFBase
 from tilemoe.train import optim

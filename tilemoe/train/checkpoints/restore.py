@@ -16,18 +16,20 @@ from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.data.tokenizer import PLAIN
 from tilemoe.integrations.hf_decoder import HFDecoder, load_decoder, mixes_documents
 from tilemoe.integrations.hf_folder import dtype_of
-from tilemoe.layers.attention import RMSNorm, quantize_projections
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora, packed_weights
 from tilemoe.layers.mlp import MLP
+from tilemoe.layers.norm import RMSNorm
 from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.hf_base import HFBase, is_base, read_base
 from tilemoe.models.huggingface import read_model, require_weights, whole_parameters
 from tilemoe.models.sums import checked, require_settings
+from tilemoe.parallel.fsdp import shard_adapted
 from tilemoe.parallel.mesh import build_meshes
-from tilemoe.parallel.model import parallelize, shard_adapted
+from tilemoe.parallel.model import parallelize
 from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
 from tilemoe.train.checkpoints.names import read_newest

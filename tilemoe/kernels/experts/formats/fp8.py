@@ -30,7 +30,7 @@ from tilemoe.kernels.experts.formats.dense import row_blocks
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand, contracted_by
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.precompile import withholds_values
-from tilemoe.runtime.tensors import cache_of_unchanged_weights
+from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
 BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
