@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 import tilemoe
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.dispatch import collective
-from tilemoe.dispatch.base import Dispatched, LocalDispatcher
-from tilemoe.dispatch.choose import AllToAllDispatcher, Dispatcher, Transports
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
+from tilemoe.dispatch.choose import Transports
 from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.layers.moe import MoE
 from tilemoe.ops import window as window_ops
@@ -141,12 +142,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, device=device_of_rank())
 
 
-def assert_as_one_process(ids_of: Callable[[int, int], Tensor]) -> None:
-    for dtype in TOLERANCE:
-        assert_as_one_process_in(dtype, ids_of)
-
-
-def assert_as_one_process_in(dtype: torch.dtype, ids_of: Callable[[int, int], Tensor]) -> None:
+def assert_as_one_process(ids_of: Callable[[int, int], Tensor], dtype: torch.dtype) -> None:
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
     ids = ids_of(rank, tokens)
     generator = torch.Generator().manual_seed(10 + rank)
@@ -171,11 +167,13 @@ def assert_as_one_process_in(dtype: torch.dtype, ids_of: Callable[[int, int], Te
 
 
 def check_spread() -> None:
-    assert_as_one_process(ids_spread)
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_spread, dtype)
 
 
 def check_all_on_one_rank() -> None:
-    assert_as_one_process(ids_all_on_one_rank)
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_all_on_one_rank, dtype)
     tokens = TOKENS[dist.get_rank()]
     plan = tilemoe.plan_topk(ids_all_on_one_rank(0, tokens), E)
     here = AllToAllDispatcher(transports(), E).dispatch(ones(tokens, D), plan, ones(tokens, K))
@@ -185,11 +183,13 @@ def check_all_on_one_rank() -> None:
 
 
 def check_a_rank_whose_experts_get_nothing() -> None:
-    assert_as_one_process(ids_of_no_expert_of_the_last_rank)
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_of_no_expert_of_the_last_rank, dtype)
 
 
 def check_sentinels() -> None:
-    assert_as_one_process(ids_with_sentinels)
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_with_sentinels, dtype)
 
 
 def check_plan() -> None:

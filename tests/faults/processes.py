@@ -52,7 +52,7 @@ STAGES: dict[str, tuple[int, tuple[str, ...]]] = {
     "setup": (0, ("train.run:_fit",)),
     "checkpoint": (2, ("train.checkpoints.folder:file_entries", "train.checkpoints.distributed:file_entries")),
     "forward": (2, ("models.decoder:DecoderLM.forward",)),
-    "dispatch": (2, ("dispatch.base:LocalDispatcher.dispatch", "dispatch.choose:AllToAllDispatcher.dispatch")),
+    "dispatch": (2, ("dispatch.base:LocalDispatcher.dispatch", "dispatch.all_to_all:AllToAllDispatcher.dispatch")),
     "backward": (2, ("ops.experts:down_proj_dgrad_dact", "kernels.experts.base:Backend.dact")),
     "update": (2, ("train.loop:Trainer._require_finite",)),
     "evaluation": (3, ("train.evaluate:device_batch",)),

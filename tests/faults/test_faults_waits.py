@@ -25,7 +25,8 @@ from writes import little
 
 from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.dispatch import collective
-from tilemoe.dispatch.choose import AllToAllDispatcher, Transports
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.choose import Transports
 from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.ops import experts
 from tilemoe.routing import topk

@@ -18,6 +18,7 @@ from triton_compile import KB, NVIDIA, recorded_launches
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.expert_parallel import triton_window as window
+from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.fp8 import words_of_row
 from tilemoe.kernels.experts.formats.nf4 import quantize_nf4_double
 from tilemoe.kernels.experts.formats.packed import PackedWeight
@@ -168,9 +169,11 @@ def sent(ranks: int, dtype: torch.dtype, tokens: int = 48) -> Callable[[], None]
 
     def run() -> None:
         for plan in plans:
+            arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+            routed = Routed(*arrays, plan.num_tokens, ranks)
             scores, sizes = torch.zeros(plan.num_pairs, dtype=dtype), zeros(ranks, 2, dtype=torch.int32)
             copies, words = sizes.new_empty(ranks * tokens), sizes.new_empty(plan.num_pairs, 1 + dtype.itemsize // 4)
-            exchange.place_sent(scores, sizes, exchange.count_sent(plan, sizes), copies, words, plan)
+            exchange.place_sent(scores, sizes, exchange.count_sent(routed, sizes), copies, words, routed)
             exchange.plan_received(words, sizes, 128 // ranks, plan.num_tokens)
 
     return run

@@ -196,9 +196,10 @@ def a_window() -> window.OpenWindow:
 
 def to_experts_args(pairs: bool, columns_apart: bool, precision: str) -> Args:
     plan = Case(tokens=TOKENS, pairs=pairs).plan()
+    arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
     x = torch.zeros(TOKENS, D, dtype=BF16)
     x = x.t().contiguous().t() if columns_apart else x
-    return (x, torch.zeros(2 * TOKENS), *plan.arrays, indices(1), 3 * TOKENS, precision, a_window())
+    return (x, torch.zeros(2 * TOKENS), *arrays, indices(1), 3 * TOKENS, precision, a_window())
 
 
 def places() -> Args:

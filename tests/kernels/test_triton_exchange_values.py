@@ -14,6 +14,7 @@ from triton_checks import DEVICE
 
 from tilemoe.kernels.expert_parallel import torch as by_torch
 from tilemoe.kernels.expert_parallel import triton as by_triton
+from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.plan.triton import MAX_EXPERTS
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -36,13 +37,18 @@ def in_pairs(ids: Tensor, experts: int) -> RoutingPlan:
     return plan_pairs(token.flip(0), ids.flatten().flip(0), ids.shape[0], experts)
 
 
-def sent(kernels: ModuleType, plan: RoutingPlan, ranks: int, scores: Tensor) -> tuple[Tensor, ...]:
+def routed_of(plan: RoutingPlan, ranks: int) -> Routed:
+    arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+    return Routed(*arrays, plan.num_tokens, ranks)
+
+
+def sent(kernels: ModuleType, routed: Routed, scores: Tensor) -> tuple[Tensor, ...]:
     """(tokens and pairs for each rank, and what `place_sent` writes and gives, cut to what there is)."""
-    sizes = torch.empty(ranks, 2, dtype=torch.int32, device=DEVICE)
-    before = kernels.count_sent(plan, sizes)
-    token_of_copy = sizes.new_empty(ranks * plan.num_tokens)
-    words = sizes.new_empty(plan.num_pairs, 1 + scores.element_size() // 4)
-    copy_of_token, position = kernels.place_sent(scores, sizes, before, token_of_copy, words, plan)
+    sizes = torch.empty(routed.ranks, 2, dtype=torch.int32, device=DEVICE)
+    before, pairs = kernels.count_sent(routed, sizes), routed.row_of_pair.shape[0]
+    token_of_copy = sizes.new_empty(routed.ranks * routed.num_tokens)
+    words = sizes.new_empty(pairs, 1 + scores.element_size() // 4)
+    copy_of_token, position = kernels.place_sent(scores, sizes, before, token_of_copy, words, routed)
     tokens, pairs = sizes.sum(0).tolist()
     return sizes, token_of_copy[:tokens], copy_of_token, words[:pairs], position[:pairs]
 
@@ -63,7 +69,7 @@ def test_what_is_sent(dtype: torch.dtype, tokens: int, per_token: int, experts: 
         ids = ids_of(rank, tokens, per_token, experts)
         scores = torch.rand(tokens * per_token, device=DEVICE, dtype=dtype)
         for plan in (plan_topk(ids, experts), in_pairs(ids, experts)):
-            found = [sent(kernels, plan, ranks, scores) for kernels in (by_triton, by_torch)]
+            found = [sent(kernels, routed_of(plan, ranks), scores) for kernels in (by_triton, by_torch)]
             assert_same(*found)
             assert_each_token_once(found[0], ids, experts // ranks)
 
@@ -90,7 +96,7 @@ def test_what_has_come(dtype: torch.dtype, tokens: int, per_token: int, experts:
         plan = plan_topk(ids_of(rank, count, per_token, experts), experts)
         generator = torch.Generator().manual_seed(rank)
         scores = torch.rand(count * per_token, generator=generator, dtype=dtype).to(DEVICE)
-        leave.append(sent(by_torch, plan, ranks, scores))
+        leave.append(sent(by_torch, routed_of(plan, ranks), scores))
     for here in sorted({0, ranks // 2, ranks - 1}):
         parts, sizes = [], torch.stack([leave[rank][0][here] for rank in range(ranks)])
         for rank in range(ranks):
@@ -121,8 +127,8 @@ def test_what_lies_past_the_last_pair() -> None:
     assert plan.pair_start_of_token is not None
     end = int(plan.pair_start_of_token[-1])
     longer = torch.cat((plan.row_of_pair[:end], torch.full((18 - end + 3,), 7777, dtype=torch.int32, device=DEVICE)))
-    plan = replace(plan, row_of_pair=longer)
-    assert_same(sent(by_triton, plan, 2, scores), sent(by_torch, plan, 2, scores))
+    routed = routed_of(replace(plan, row_of_pair=longer), 2)
+    assert_same(sent(by_triton, routed, scores), sent(by_torch, routed, scores))
 
 
 def test_what_the_kernels_do_not_serve() -> None:

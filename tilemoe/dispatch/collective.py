@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tilemoe.dispatch.base import Dispatched, LayerRoom
 from tilemoe.kernels.choose import choose_expert_parallel, choose_experts, choose_packing
+from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.formats.dense import compute_dtype
 from tilemoe.plan import RoutingPlan, plan_of
 
@@ -64,7 +65,9 @@ class Collective:
 
     @torch.compiler.disable  # a graph cannot contain sizes that the host reads
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
-        """See `AllToAllDispatcher`. precision: "bf16" sends x and do in their dtype, "fp8" in e4m3. room: not used."""
+        """See `Dispatcher`. precision: "bf16" sends x and do in their own dtype, "fp8" in e4m3. room: not used, since
+        any number of rows fits.
+        """
         return Dispatched(*_ToExperts.apply(x, scores, plan, self.group, precision))
 
 
@@ -79,13 +82,15 @@ class _ToExperts(torch.autograd.Function):
     ) -> tuple[Tensor, RoutingPlan, Tensor, SentByCollective]:
         ranks, here = dist.get_world_size(group), dist.get_rank(group)
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
+        arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+        routed = Routed(*arrays, plan.num_tokens, ranks)
         kernels = choose_expert_parallel(x.device, plan.num_tokens, plan.num_pairs, plan.num_experts, ranks).impl
         sizes, between = s.new_empty(ranks, 2, dtype=torch.int32), s.new_empty(ranks * ranks, 2, dtype=torch.int32)
         token_of_copy = sizes.new_empty(plan.num_tokens * ranks)
         words = sizes.new_empty(plan.num_pairs, 1 + s.element_size() // 4)
-        before = kernels.count_sent(plan, sizes)
+        before = kernels.count_sent(routed, sizes)
         all_gather(between, sizes, group=group)
-        copy_of_token, position_of_pair = kernels.place_sent(s, sizes, before, token_of_copy, words, plan)
+        copy_of_token, position_of_pair = kernels.place_sent(s, sizes, before, token_of_copy, words, routed)
         by_source = between.view(ranks, ranks, 2).tolist()  # the only host sync
         tokens, pairs = (_way(by_source, here, column) for column in (0, 1))
         sent = SentByCollective(
@@ -100,7 +105,7 @@ class _ToExperts(torch.autograd.Function):
         words = _all_to_all(words[: sum(pairs.out)], pairs, group)
         received = _to_experts(x, sent)
         came = between.view(ranks, ranks, 2)[:, here].contiguous()
-        experts = plan.num_experts // ranks
+        experts = routed.experts_per_rank
         there = choose_expert_parallel(x.device, len(received), len(words), experts, ranks).impl
         *arrays, rows_per_expert, s = there.plan_received(words, came, experts, len(received))
         plan = plan_of(tuple(arrays), len(received), counted_rows=rows_per_expert)

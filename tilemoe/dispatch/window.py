@@ -128,9 +128,6 @@ class SentByWindow(NamedTuple):
 class Windows:
     """The window that a group of ranks shares for all ``layers`` of a model, and the larger ones that replace it.
 
-    Rows that do not fit make outputs NaN on every rank until `check` or `grow`, which all ranks call together. A later
-    dispatch raises once the host sees the overflow, unless ``is_watched``: then the caller checks after each step.
-
     capacity: a new layer's room for received rows is this times the most pairs that a rank sends, plus `SLACK_ROWS`.
     max_tokens: room for this many tokens per rank from the start, in case some rank will later have more than any rank
     has at first.
@@ -179,7 +176,7 @@ class Windows:
         return self._window
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor, precision: str, room: LayerRoom) -> Dispatched:
-        """See `AllToAllDispatcher`; precision as in `Collective.dispatch`. room: this layer's."""
+        """See `Dispatcher`. precision: "bf16" sends x and do in their dtype, "fp8" in e4m3. room: this layer's."""
         if not self.is_watched and not torch.compiler.is_compiling() and self._alarm.any():
             self.check()
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
@@ -188,7 +185,8 @@ class Windows:
         if room.rows == 0:
             self._begin()
         rows = room.rows if torch.is_grad_enabled() else self.rows  # what is not saved may take all room
-        received, s, *rest = to_experts(x, s, *plan.arrays, room.index, rows, precision, window)
+        arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+        received, s, *rest = to_experts(x, s, *arrays, room.index, rows, precision, window)
         node = None if torch.compiler.is_compiling() or self._keep_received else received.grad_fn
         peers = Senders(node, precision, window)
         here = plan_of(tuple(rest[:5]), received.shape[0], counted_rows=rest[5], peers=peers)
@@ -196,13 +194,10 @@ class Windows:
 
     @property
     def rows(self) -> int:
-        """The most rows that any layer can have room for, the same on all ranks; 0 before anything was sent."""
         return self._limits.capacity
 
     def overflow(self) -> Tensor:
-        """(3,) integers on the device about the first overflow: the rows that a rank was to receive, the tokens that a
-        rank had (each 0 if all fitted), and the layer of those rows.
-        """
+        """See `Capacity`."""
         if self._window is None:
             return torch.zeros(3, dtype=torch.int32, device=self._device)
         return self._window.view.state[NEEDED_ROWS.value : NEEDED_LAYER.value + 1]
@@ -235,15 +230,12 @@ class Windows:
             each.rows = max(each.rows, wanted)
 
     def forget(self) -> None:
-        """Forget what `learn` was told: every layer has at least the room that a new layer gets."""
+        """See `Capacity`."""
         for layer in self._layers:
             layer.rows = max(layer.rows, self._usual)
 
     def learn(self, rows: Sequence[int], most: int) -> None:
-        """Give each layer room for slightly more rows than this rank received there (``rows``). ``most``: the most rows
-        that any of the group's ranks received in any layer. All ranks must call it. RuntimeError: there is no memory
-        for ``most``; then nothing has changed.
-        """
+        """See `Capacity`."""
         self._widen(self._room_for(most))
         for layer, own in zip(self._layers, rows, strict=True):
             layer.rows = min(self._room_for(own), self.rows)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tilemoe.dispatch.base import Dispatched, LocalDispatcher
+from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
 from tilemoe.integrations.divided_adapters import are_frozen, take_adapters, with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
 from tilemoe.integrations.quantized_weight import UNCOMPILED, FrozenWeight, adapters_of
@@ -30,9 +30,6 @@ from tilemoe.ops.lora import moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.tracing import autocast_dtype
-
-if TYPE_CHECKING:
-    from tilemoe.dispatch.choose import Dispatcher
 
 NAME = "tilemoe"
 OLDEST = (5, 7)  # release of transformers; earlier ones accept only a fixed list of experts' implementations

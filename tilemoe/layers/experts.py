@@ -6,14 +6,13 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
-from tilemoe.dispatch.base import LocalDispatcher
+from tilemoe.dispatch.base import Capacity, Dispatcher, LocalDispatcher
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
 from tilemoe.kernels.experts.registry import check_kernels
@@ -21,10 +20,6 @@ from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory
-
-if TYPE_CHECKING:
-    from tilemoe.dispatch.choose import Dispatcher
-    from tilemoe.dispatch.window import Windows
 
 
 class Experts(nn.Module):
@@ -121,8 +116,8 @@ class Experts(nn.Module):
         return f"{cfg.num_experts} x ({cfg.hidden_size} -> {cfg.intermediate_size}), {cfg.activation}, {cfg.gate_up}"
 
 
-def capacity_of(module: nn.Module, device: torch.device) -> Windows | None:
-    """The room for received rows, shared by all layers of ``module``; None: any number of rows fits. All
+def capacity_of(module: nn.Module, device: torch.device) -> Capacity | None:
+    """The `Capacity` for received rows, shared by all layers of ``module``; None: any number of rows fits. All
     processes that share the experts must call it together.
     """
     layers = (layer for layer in module.modules() if isinstance(layer, Experts))

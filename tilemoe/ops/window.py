@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilemoe.kernels.choose import choose_expert_parallel, choose_packing
 from tilemoe.kernels.expert_parallel import triton_window as kernels
-from tilemoe.plan import plan_of
+from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.runtime.operator import Arguments, Operator
 from tilemoe.runtime.precompile import active
 from tilemoe.runtime.tensors import PLAIN
@@ -113,27 +113,37 @@ class _WindowArguments(Arguments):
         return (*flat[:-1], _OPEN[flat[-1]])
 
 
-def _to_experts(x: Tensor, scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _to_experts(
+    x: Tensor,
+    scores: Tensor,
+    row_of_pair: Tensor,
+    pair_of_row: Tensor,
+    pair_start_of_token: Tensor | None,
+    row_start_of_expert: Tensor,
+    layer: Tensor,
+    room: int,
+    precision: str,
+    window: OpenWindow,
+) -> tuple[Tensor, ...]:
     """received (M_max, d), scores (Q_max), the plan's five arrays, rows_per_expert, and the `Places`.
 
-    rest: the arrays of the senders' plan; layer (1,), the layer's number, which is stored if its rows do not fit;
-    room: Q_max; precision; window.
+    layer (1,): the layer's number, which is stored if its rows do not fit. room: Q_max.
     """
-    *arrays, layer, room, precision, window = rest
-    view, plan = window.view, plan_of(tuple(arrays), x.shape[0])
+    view, tokens = window.view, x.shape[0]
+    routed = Routed(row_of_pair, pair_of_row, pair_start_of_token, row_start_of_expert, tokens, view.ranks)
     rows = _as_sent(x, precision)
-    index, sizes, token_of_copy, words = _index_of(view, scores, plan.num_tokens, plan.num_pairs)
-    steps = choose_expert_parallel(x.device, plan.num_tokens, plan.num_pairs, plan.num_experts, view.ranks).impl
-    before = steps.count_sent(plan, sizes)
-    copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, plan)
+    index, sizes, token_of_copy, words = _index_of(view, scores, tokens, row_of_pair.shape[0])
+    pairs, experts = row_of_pair.shape[0], row_start_of_expert.shape[0] - 1
+    steps = choose_expert_parallel(x.device, tokens, pairs, experts, view.ranks).impl
+    before = steps.count_sent(routed, sizes)
+    copy_of_token, position_of_pair = steps.place_sent(scores, sizes, before, token_of_copy, words, routed)
     kernels.put(view, rows, kernels.TOKENS, index, room=room)
     agreed, counts, came = kernels.agree(view, layer)
-    *planned, rows_per_expert, s, token_of_received = kernels.plan_pulled(
-        view, scores, agreed, counts, came, plan.num_experts // view.ranks, room
+    *plan, rows_per_expert, s, token_of_received = kernels.plan_pulled(
+        view, scores, agreed, counts, came, routed.experts_per_rank, room
     )
     received = _as_given(kernels.pull_rows(view, rows, agreed, counts, token_of_received), x.dtype, precision)
-    places = (agreed, counts, token_of_received, copy_of_token, position_of_pair)
-    return (received, s, *planned, rows_per_expert, *places)
+    return (received, s, *plan, rows_per_expert, agreed, counts, token_of_received, copy_of_token, position_of_pair)
 
 
 def _index_of(view: kernels.Window, scores: Tensor, tokens: int, pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -149,8 +159,10 @@ def _index_of(view: kernels.Window, scores: Tensor, tokens: int, pairs: int) -> 
     )
 
 
-def _to_experts_fake(x: Tensor, scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, row_of_pair, _, row_start_of_expert, _, room, _, window = rest
+def _to_experts_fake(
+    x: Tensor, scores: Tensor, row_of_pair: Tensor, pair_of_row: Tensor, start: Any, row_start_of_expert: Tensor,
+    layer: Tensor, room: int, precision: str, window: OpenWindow,
+) -> tuple[Tensor, ...]:  # fmt: skip
     ranks, most = window.view.ranks, kernels.most_received(window.view.limits, window.view.ranks, room)
     experts = (row_start_of_expert.shape[0] - 1) // ranks
     plan = (room, room, room, most + 1, experts + 1, experts)
@@ -261,8 +273,8 @@ _puts_tokens = partial(Operator, arguments=_WindowArguments(puts_results=False),
 to_experts = _puts_tokens(
     "to_experts",
     _to_experts,
-    "(Tensor x, Tensor scores, Tensor token_of_row, Tensor pair_of_row, Tensor row_of_pair, "
-    "Tensor? pair_start_of_token, Tensor row_start_of_expert, Tensor layer, SymInt room, str precision, str window) -> "
+    "(Tensor x, Tensor scores, Tensor row_of_pair, Tensor pair_of_row, Tensor? pair_start_of_token, "
+    "Tensor row_start_of_expert, Tensor layer, SymInt room, str precision, str window) -> "
     f"(Tensor, Tensor, {_INDICES})",
     _to_experts_fake,
 )

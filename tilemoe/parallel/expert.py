@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilemoe.checks import require_finite, require_text, require_type, shown
-from tilemoe.dispatch.choose import AllToAllDispatcher, Transports
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.divided_adapters import divide_adapters, wrappers_of
 from tilemoe.layers.experts import Experts

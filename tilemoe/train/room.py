@@ -20,7 +20,7 @@ _STEPS = 16  # number of recent steps that predict what the next will need
 class Room:
     """The receive capacity of processes that share a model's experts; all processes of the job must use it together.
 
-    Without a limit on rows (see `tilemoe.dispatch.window.Windows`), work runs once and nothing waits.
+    Without a limit on rows (see `tilemoe.dispatch.base.Capacity`), work runs once and nothing waits.
 
     ``say`` gets a line for each repeat, and ``repeats`` counts them.
     """
@@ -39,7 +39,7 @@ class Room:
         return None if self._capacity is None else self._capacity.rows
 
     def overflow(self) -> Tensor:
-        """(3,) fp64: rows and tokens that did not fit (0: all did), and the layer, see `Windows`."""
+        """(3,) fp64: rows and tokens that did not fit (0: all did), and the layer, see `Capacity`."""
         found = torch.zeros(3, device=self._device) if self._capacity is None else self._capacity.overflow()
         return found.double()
 

@@ -12,30 +12,46 @@ index on that rank.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from tilemoe.kernels.plan.torch import sort_by_expert
-from tilemoe.plan import RoutingPlan, experts_of_rows
+from tilemoe.plan import experts_of_rows
 
 
-def count_sent(plan: RoutingPlan, sizes: Tensor) -> Tensor:
-    """Writes sizes (W, 2) int32, the numbers of tokens and pairs for each rank. plan: over the experts of all ranks.
+class Routed(NamedTuple):
+    """The tensors of a `RoutingPlan` of T tokens over the experts of all ranks."""
+
+    row_of_pair: Tensor
+    pair_of_row: Tensor
+    pair_start_of_token: Tensor | None
+    row_start_of_expert: Tensor
+    num_tokens: int
+    ranks: int
+
+    @property
+    def experts_per_rank(self) -> int:
+        return (self.row_start_of_expert.shape[0] - 1) // self.ranks
+
+
+def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
+    """Writes sizes (W, 2) int32, the numbers of tokens and pairs for each rank.
 
     Returns what `place_sent` needs: here each token's number of pairs for each rank, (T, W) int64. Another
     implementation may return another form.
     """
-    ranks = sizes.shape[0]
-    _, rank = _experts_and_ranks(plan, ranks)
-    pairs = torch.zeros(plan.num_tokens * (ranks + 1), dtype=torch.int64, device=rank.device)
-    pairs.scatter_add_(0, _token_of_pair(plan) * (ranks + 1) + rank, torch.ones_like(rank))
-    before = pairs.view(-1, ranks + 1)[:, :ranks]
+    _, rank = _experts_and_ranks(routed)
+    pairs = torch.zeros(routed.num_tokens * (routed.ranks + 1), dtype=torch.int64, device=rank.device)
+    pairs.scatter_add_(0, _token_of_pair(routed) * (routed.ranks + 1) + rank, torch.ones_like(rank))
+    before = pairs.view(-1, routed.ranks + 1)[:, : routed.ranks]
     sizes.copy_(torch.stack(((before > 0).sum(0), before.sum(0)), dim=1))
     return before
 
 
 def place_sent(
-    scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, plan: RoutingPlan
+    scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
 ) -> tuple[Tensor, Tensor]:
     """From scores (P,) fp32 or fp64 in the caller's order, and `count_sent`'s results, writes
 
@@ -44,17 +60,17 @@ def place_sent(
     and returns copy_of_token (T W,) int32, token-major, -1 if a token does not go to a rank, and position_of_pair
     (P,) int32, the position of each pair's score. Values past the numbers in ``sizes`` are unspecified.
     """
-    ranks = sizes.shape[0]
-    expert, rank = _experts_and_ranks(plan, ranks)
+    ranks, e = routed.ranks, routed.experts_per_rank
+    expert, rank = _experts_and_ranks(routed)
     to_rank = torch.arange(ranks, device=scores.device)
-    by_rank = sort_by_expert(to_rank.expand(plan.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
+    by_rank = sort_by_expert(to_rank.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
     token_of_copy.copy_(by_rank[0])
     copy_of_token, first_copy = by_rank[2], by_rank[3]
     pair = sort_by_expert(rank[:, None], ranks)[1].long()  # sorted by rank; arbitrary past the last pair
     to = rank[pair].clamp(max=ranks - 1)
-    slot = copy_of_token[_token_of_pair(plan)[pair] * ranks + to] - first_copy[to]
-    row = plan.row_of_pair[pair].clamp(min=0, max=max(0, plan.capacity - 1))
-    position, e = plan.pair_of_row[row], plan.num_experts // ranks
+    slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[to]
+    row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
+    position = routed.pair_of_row[row]
     place = (slot * e + expert[pair] % e).int()
     words.copy_(torch.cat((scores[position][:, None].view(torch.int32), place[:, None]), dim=1))
     return copy_of_token, position
@@ -82,21 +98,21 @@ def plan_received(
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
 
 
-def _token_of_pair(plan: RoutingPlan) -> Tensor:
+def _token_of_pair(routed: Routed) -> Tensor:
     """The token of each pair (P,) int64; arbitrary for a pair that belongs to no token."""
-    pairs, tokens, start = plan.num_pairs, plan.num_tokens, plan.pair_start_of_token
-    pair = torch.arange(pairs, device=plan.device)
+    pairs, tokens, start = routed.row_of_pair.shape[0], routed.num_tokens, routed.pair_start_of_token
+    pair = torch.arange(pairs, device=routed.row_of_pair.device)
     if start is None:
         return pair // max(1, pairs // max(1, tokens))
     return (torch.searchsorted(start, pair.int(), right=True) - 1).clamp(max=max(0, tokens - 1))
 
 
-def _experts_and_ranks(plan: RoutingPlan, ranks: int) -> tuple[Tensor, Tensor]:
+def _experts_and_ranks(routed: Routed) -> tuple[Tensor, Tensor]:
     """(expert, rank) of each pair (P,) int64, in the plan's order; E and W for a pair without a row."""
-    row = plan.row_of_pair
-    expert = experts_of_rows(plan.row_start_of_expert, row)
+    row, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
+    expert = experts_of_rows(routed.row_start_of_expert, row)
     has_none = row < 0
-    if plan.pair_start_of_token is not None:  # entries past its end are unspecified
-        has_none |= torch.arange(row.shape[0], device=row.device) >= plan.pair_start_of_token[-1]
-    expert = expert.masked_fill(has_none, plan.num_experts)
-    return expert, expert // (plan.num_experts // ranks)
+    if routed.pair_start_of_token is not None:  # entries past its end are unspecified
+        has_none |= torch.arange(row.shape[0], device=row.device) >= routed.pair_start_of_token[-1]
+    expert = expert.masked_fill(has_none, experts)
+    return expert, expert // routed.experts_per_rank

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.plan.triton import (
     MAX_EXPERTS,
     MAX_PAIRS,
@@ -25,7 +26,6 @@ from tilemoe.kernels.plan.triton import (
     pairs_of_block,
     row_start_launch,
 )
-from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, int32_vectors, launch_of, power_of_two
 
@@ -43,34 +43,35 @@ def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: in
     return None
 
 
-def count_sent(plan: RoutingPlan, sizes: Tensor) -> Tensor:
+def count_sent(routed: Routed, sizes: Tensor) -> Tensor:
     """`tilemoe.kernels.expert_parallel.torch.count_sent` that returns (B, 2 W): for each block of tokens, the copies
     and pairs for each rank in the blocks before it.
     """
-    like, ranks = plan.row_of_pair, sizes.shape[0]
+    like, ranks = routed.row_of_pair, routed.ranks
     device_of(like)
     tokens = _tokens_of_block(ranks)
-    blocks, columns = ceil_div(plan.num_tokens, tokens), 2 * ranks
+    blocks, columns = ceil_div(routed.num_tokens, tokens), 2 * ranks
     before = like.new_empty(blocks * columns)
     (counts,) = int32_vectors(like, blocks * columns)
-    args = (*_plan_args(plan, ranks), counts)
-    launch_of(count_sent_kernel, (blocks,), args, {**_constants(plan, ranks), "BLOCK": tokens}).run()
+    args = (*_routed_args(routed), counts)
+    launch_of(count_sent_kernel, (blocks,), args, {**_constants(routed), "BLOCK": tokens}).run()
     block_start_launch(counts, before, sizes, blocks, columns).run()
     return before
 
 
 def place_sent(
-    scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, plan: RoutingPlan
+    scores: Tensor, sizes: Tensor, before: Tensor, token_of_copy: Tensor, words: Tensor, routed: Routed
 ) -> tuple[Tensor, Tensor]:
     """`tilemoe.kernels.expert_parallel.torch.place_sent` for the results of this file's `count_sent`."""
     device_of(scores)
-    like, ranks, steps = plan.row_of_pair, sizes.shape[0], (plan.num_experts // sizes.shape[0]).bit_length()
+    like, ranks, pairs = routed.row_of_pair, routed.ranks, routed.row_of_pair.shape[0]
     tokens, score_words = _tokens_of_block(ranks), scores.element_size() // 4
-    copy_of_token, position_of_pair = like.new_empty(plan.num_tokens * ranks), like.new_empty(plan.num_pairs)
-    read = (*_plan_args(plan, ranks), plan.pair_of_row, scores, sizes, before)
+    copy_of_token, position_of_pair = like.new_empty(routed.num_tokens * ranks), like.new_empty(pairs)
+    read = (*_routed_args(routed), routed.pair_of_row, scores, sizes, before)
     written = (token_of_copy, copy_of_token, words, position_of_pair)
-    constants = {**_constants(plan, ranks), "STEPS": steps, "SCORE_WORDS": score_words, "BLOCK": tokens}
-    launch_of(place_sent_kernel, (ceil_div(plan.num_tokens, tokens),), (*read, *written), constants).run()
+    steps = routed.experts_per_rank.bit_length()
+    constants = {**_constants(routed), "STEPS": steps, "SCORE_WORDS": score_words, "BLOCK": tokens}
+    launch_of(place_sent_kernel, (ceil_div(routed.num_tokens, tokens),), (*read, *written), constants).run()
     return copy_of_token, position_of_pair
 
 
@@ -105,14 +106,15 @@ def _tokens_of_block(ranks: int) -> int:
     return min(_TOKENS, _DESTINATIONS // power_of_two(ranks))
 
 
-def _plan_args(plan: RoutingPlan, ranks: int) -> tuple[Tensor | int | None, ...]:
-    indices = (plan.row_of_pair, plan.pair_start_of_token, plan.row_start_of_expert)
-    return *indices, plan.num_tokens, plan.num_experts // ranks
+def _routed_args(routed: Routed) -> tuple[Tensor | int | None, ...]:
+    indices = (routed.row_of_pair, routed.pair_start_of_token, routed.row_start_of_expert)
+    return *indices, routed.num_tokens, routed.experts_per_rank
 
 
-def _constants(plan: RoutingPlan, ranks: int) -> dict[str, int]:
-    pairs_per_token = plan.num_pairs // plan.num_tokens if plan.pair_start_of_token is None else 0
-    return {"RANKS": ranks, "PAIRS_PER_TOKEN": pairs_per_token, "BLOCK_W": power_of_two(ranks)}
+def _constants(routed: Routed) -> dict[str, int]:
+    is_topk = routed.pair_start_of_token is None
+    pairs_per_token = routed.row_of_pair.shape[0] // routed.num_tokens if is_topk else 0
+    return {"RANKS": routed.ranks, "PAIRS_PER_TOKEN": pairs_per_token, "BLOCK_W": power_of_two(routed.ranks)}
 
 
 @triton.jit
