@@ -34,7 +34,7 @@ from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.data import load_tokenizer
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import save_hf
-from tilemoe.train.checkpoints.restore import adopt
+from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.loop import Trainer
 

@@ -19,7 +19,7 @@ from tilemoe.models import huggingface
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import assert_equal
-from tilemoe.train.checkpoints.restore import load_initial
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.metrics import read_metrics
 
 

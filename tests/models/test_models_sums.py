@@ -22,7 +22,8 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.models.sums import write_sums
 from tilemoe.testing import assert_equal
-from tilemoe.train.checkpoints.restore import adopt, load_initial, restore_model
+from tilemoe.train.checkpoints.initial import adopt, load_initial
+from tilemoe.train.checkpoints.restore import restore_model
 from tilemoe.train.config import load_recipe
 
 SIZES = tiny_model(moe=MoEConfig(16, 16, 4, 2), vocab_size=256)

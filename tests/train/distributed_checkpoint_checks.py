@@ -39,9 +39,10 @@ from tilemoe.train.checkpoints.folder import (
     list_checkpoints,
     open_checkpoint,
 )
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.pending import Saver
-from tilemoe.train.checkpoints.restore import load_initial, make_decoder
+from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
 from tilemoe.train.job.collective import of_all_ranks

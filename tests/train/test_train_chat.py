@@ -27,7 +27,8 @@ from tilemoe.data.chat_encoder import ChatEncoder
 from tilemoe.data.conversations import Conversation
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.train import sample
-from tilemoe.train.checkpoints.restore import adopt, build_model
+from tilemoe.train.checkpoints.initial import adopt
+from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import DataConfig, Recipe
 from tilemoe.train.datasets import device_batch, make_sampler
 from tilemoe.train.evaluate import evaluate

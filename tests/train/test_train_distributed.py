@@ -33,8 +33,9 @@ from tilemoe.testing import relative_error
 from tilemoe.train import run as runs
 from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
+from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.names import list_checkpoints
-from tilemoe.train.checkpoints.restore import adopt, restore
+from tilemoe.train.checkpoints.restore import restore
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.job.processes import ALONE, Job, JobError
 from tilemoe.train.loop import Trainer, seed_process

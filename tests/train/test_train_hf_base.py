@@ -29,7 +29,8 @@ from tilemoe.parallel.fsdp import shard_adapted
 from tilemoe.parallel.mesh import Meshes
 from tilemoe.testing import assert_equal, relative_error
 from tilemoe.train.checkpoints.folder import open_checkpoint
-from tilemoe.train.checkpoints.restore import adopt, build_model, restore
+from tilemoe.train.checkpoints.initial import adopt
+from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.config import DataConfig, LoRAConfig, Recipe
 from tilemoe.train.datasets import device_batch, prepare_data
 from tilemoe.train.run import train

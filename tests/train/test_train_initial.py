@@ -24,7 +24,7 @@ from tilemoe.data import prepare, sequential_windows
 from tilemoe.data.corpus import open_corpus
 from tilemoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from tilemoe.models.folder import find_folder
-from tilemoe.train.checkpoints.restore import adopt
+from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.config import Recipe
 
 SIZES: dict[str, Any] = {

@@ -22,7 +22,8 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import relative_error
 from tilemoe.train import preflight
 from tilemoe.train.checkpoints.folder import find_latest
-from tilemoe.train.checkpoints.restore import adopt, build_model, load_initial, restore
+from tilemoe.train.checkpoints.initial import adopt, load_initial
+from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.loop import Trainer

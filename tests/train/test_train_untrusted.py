@@ -25,9 +25,10 @@ from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     open_checkpoint,
 )
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.metadata import describe
 from tilemoe.train.checkpoints.names import read_recipe
-from tilemoe.train.checkpoints.restore import build_model, load_initial, restore
+from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer

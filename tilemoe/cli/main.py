@@ -17,7 +17,7 @@ from importlib import import_module
 
 from tilemoe import __version__
 from tilemoe.checks import told
-from tilemoe.train.job.processes import heed_sigterm, sigterm_interrupts
+from tilemoe.train.job.signals import heed_sigterm, sigterm_interrupts
 
 # name -> (module with ``run(arguments)``, one line of help)
 COMMANDS = {

@@ -144,7 +144,7 @@ def _choose(
         raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
     base = load_recipe(name)
     if init_from is not None:
-        from tilemoe.train.checkpoints.restore import adopt
+        from tilemoe.train.checkpoints.initial import adopt
 
         base = adopt(base, init_from)
     recipe = _override(base, overrides)

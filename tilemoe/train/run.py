@@ -29,13 +29,15 @@ from tilemoe.plots import png, run_figure
 from tilemoe.runtime.deterministic import repeatable
 from tilemoe.train.checkpoints.distributed import require_shared
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, open_checkpoint
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.names import aside_of, clean_stale, list_checkpoints
-from tilemoe.train.checkpoints.restore import build_model, build_shared_model, load_initial, select_device
+from tilemoe.train.checkpoints.restore import build_model, build_shared_model, select_device
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation
 from tilemoe.train.job.collective import entries_of_hosts, joined, objects_of_processes
-from tilemoe.train.job.processes import ALONE, Job, StopRequest, sigterm_interrupts, stop_request
+from tilemoe.train.job.processes import ALONE, Job
+from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import (
     METRICS_FILE,

@@ -21,7 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from tilemoe.checks import told
 from tilemoe.models.sums import Entries, file_entries
 from tilemoe.train.config import differences
-from tilemoe.train.job.processes import Job, JobError, ignore_sigterm
+from tilemoe.train.job.processes import Job, JobError
+from tilemoe.train.job.signals import ignore_sigterm
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
 # Gloo's failures are plain RuntimeErrors; their text has one of these.
