@@ -199,7 +199,7 @@ IDS = torch.zeros(1, 5, dtype=torch.int64)
         (IDS.repeat(1, 5), None, "25 tokens, too many for the 24"),
         (IDS + 41, None, r"input_ids must lie in \[0, 41\), got 41"),
         (IDS, IDS[:, :4], r"labels must be \(1, 5\)"),
-        (IDS, IDS + 99, r"labels\[0\] must be from 0 to 40, or -100, got 99"),
+        (IDS, IDS + 99, "labels must lie in .* or -100, got 99"),
     ],
 )
 def test_bad_input_is_one_line(inputs: Tensor, labels: Tensor | None, message: str) -> None:
@@ -319,11 +319,8 @@ def test_generation_leaves_each_part_in_its_mode() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"input_ids": torch.zeros(1, 41, dtype=torch.int64)},
-            r"after a prompt of 41 exceeds model.max_seq_len \(40\)",
-        ),
-        ({"max_new_tokens": 36}, "ask for fewer, or shorten the prompt"),
+        ({"input_ids": torch.zeros(1, 41, dtype=torch.int64)}, "41 tokens, but model.max_seq_len is 40"),
+        ({"max_new_tokens": 36}, "ask for at most 35"),
         ({"temperature": -0.5}, "temperature must be"),
     ],
 )

@@ -138,11 +138,7 @@ class Block(nn.Module):
         expert_ids: Tensor | None,
         token_mask: Tensor | None,
     ) -> BlockOutput:
-        normed = self.attention_norm(x)
-        if self.checkpointing == "attention" and cache is None and torch.is_grad_enabled():
-            x = x + checkpoint(self.attention, normed, angles, None, documents, use_reentrant=False)
-        else:
-            x = x + self.attention(normed, angles, cache, documents)
+        x = x + self._attend(self.attention_norm(x), angles, cache, documents)
         normed = self.mlp_norm(x)
         if not isinstance(self.mlp, MoE):
             return BlockOutput(x + self.mlp(normed), None, None, None, None, None, None)
@@ -153,6 +149,13 @@ class Block(nn.Module):
             entropy = router_entropy(out.router_logits, self.mlp.cfg.router, token_mask)
         routed = (out.tokens_per_expert, out.pairs_per_expert, entropy, getattr(out, "statistics", None))
         return BlockOutput(x + out.hidden, out.aux_loss, *routed, out.expert_ids)
+
+    def _attend(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
+    ) -> Tensor:
+        if self.checkpointing == "attention" and cache is None and torch.is_grad_enabled():
+            return checkpoint(self.attention, x, angles, None, documents, use_reentrant=False)
+        return self.attention(x, angles, cache, documents)
 
 
 # AOTAutograd does not cache graphs that call these, unless the option below allows it.
@@ -416,7 +419,7 @@ class DecoderLM(nn.Module):
         if held + input_ids.shape[1] > room:
             where = f"the cache, which holds {held} of {room}" if held else f"the {room} the model has positions for"
             raise ValueError(f"input_ids has {input_ids.shape[1]} tokens, too many for {where}; shorten it")
-        _check_ids(input_ids, self.config.vocab_size)
+        _check_ids("input_ids", input_ids, self.config.vocab_size, lowest=0)
         if labels is None:
             return
         if cache is not None:
@@ -425,6 +428,7 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 f"labels must be {tuple(input_ids.shape)} torch.int64, got {tuple(labels.shape)} {labels.dtype}"
             )
+        _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
 
 
 def _real_tokens(
@@ -457,13 +461,14 @@ def _of_layers(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Ten
     return torch.stack(counts), torch.stack(pairs), entropy
 
 
-def _check_ids(ids: Tensor, vocab_size: int) -> None:
+def _check_ids(name: str, ids: Tensor, vocab_size: int, *, lowest: int) -> None:
     """ValueError for an id outside the vocabulary; only on CPU and outside torch.compile, where reading costs nothing.
 
-    `chunked_cross_entropy` checks labels so.
+    If ``lowest`` is negative, it is the only negative id that may occur.
     """
-    if not can_be_read(ids):
+    if not can_be_read(ids) or ids.numel() == 0:
         return
-    bad = ids[(ids < 0) | (ids >= vocab_size)]
+    bad = ids[((ids < 0) & (ids != lowest)) | (ids >= vocab_size)]
     if bad.numel():
-        raise ValueError(f"input_ids must lie in [0, {vocab_size}), got {int(bad[0])}; is it the right tokenizer?")
+        allowed = f"[0, {vocab_size})" + (f" or {lowest}" if lowest < 0 else "")
+        raise ValueError(f"{name} must lie in {allowed}, got {int(bad[0])}; is it the right tokenizer?")

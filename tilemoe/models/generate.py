@@ -116,8 +116,10 @@ def _check(model: DecoderLM, input_ids: Tensor, max_new_tokens: int, temperature
     require_finite("temperature", temperature)
     require_int("top_k", top_k, 0)
     prompt, limit = input_ids.shape[1], model.config.max_seq_len
+    if prompt > limit:
+        raise ValueError(f"input_ids has {prompt} tokens, but model.max_seq_len is {limit}; shorten the prompt")
     if prompt + max_new_tokens > limit:
         raise ValueError(
             f"max_new_tokens ({max_new_tokens}) after a prompt of {prompt} exceeds model.max_seq_len ({limit}); "
-            "ask for fewer, or shorten the prompt"
+            f"ask for at most {limit - prompt}"
         )
