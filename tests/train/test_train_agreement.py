@@ -97,18 +97,20 @@ def of_ranks(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one host and two on another: all get the entries of all files, or all the same error."""
-    places = {0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("b", 1)}  # host and local rank
-    for host in "ab":
+    """Three processes on one host and two on another: all get the entries of all files, or all the same error."""
+    hosts = {"a": (0, 1, 2), "b": (3, 4)}
+    host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+    for host in hosts:
         (tmp_path / host).mkdir()
-        for name in "pq":
+        for name in "pqrst":
             (tmp_path / host / name).write_text(name)
-    barrier, given, hashed = threading.Barrier(len(places)), dict[int, Any](), list[Path]()
+    here, barrier, given = threading.local(), threading.Barrier(len(host_of)), dict[int, Any]()
+    hashed: list[Path] = []
 
     def gathered(value: Any, job: Job) -> list[Any]:
         given[job.rank] = value
         barrier.wait(10)
-        values = [given[rank] for rank in places]
+        values = [given[rank] for rank in sorted(given)]
         barrier.wait(10)
         return values
 
@@ -116,23 +118,25 @@ def test_a_host_s_processes_hash_each_file_once(tmp_path: Path, monkeypatch: pyt
         found: dict[int, Any] = {}
 
         def run(rank: int) -> None:
-            host, local_rank = places[rank]
+            here.host = host_of[rank]
             try:
-                found[rank] = entries_of_hosts([*(tmp_path / host).iterdir()], Job(rank, len(places), local_rank))
+                found[rank] = entries_of_hosts(list((tmp_path / here.host).iterdir()), Job(rank, len(host_of)))
             except DisagreementError as error:
                 found[rank] = str(error).rpartition("/")[2]
 
-        run_in_threads(*(partial(run, rank) for rank in places))
-        return [found[rank] for rank in places]
+        run_in_threads(*(partial(run, rank) for rank in host_of))
+        return [found[rank] for rank in host_of]
 
     monkeypatch.setattr(collective, "objects_of_processes", gathered)
+    monkeypatch.setattr(collective.socket, "gethostname", lambda: here.host)
     entries = file_entries(tmp_path.glob("a/*"))
     monkeypatch.setattr(sums, "sha256_file", lambda path, piece: hashed.append(path) or sha256_file(path))
-    assert found_by_all() == [entries] * 4
+    assert found_by_all() == [entries] * 5
     assert sorted(hashed) == sorted(tmp_path.glob("*/*"))
-    for change in (lambda: (tmp_path / "b" / "q").write_text("other"), (tmp_path / "b" / "q").unlink):
+    (tmp_path / "b" / "q").write_text("other")
+    for change, rank in ((lambda: None, 4), ((tmp_path / "b" / "q").unlink, 3)):
         change()
-        assert {line[3:] for line in found_by_all()} == {"q differs on the host of rank 2; copy it again"}
+        assert {line[3:] for line in found_by_all()} == {f"q differs on the host of rank {rank}; copy it again"}
 
 
 def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ B matrices of a stack · m, n rows and columns of a matrix · m', n' rows and co
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -92,14 +92,19 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; all processes that share parameters must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 for stack, gate_up in _stacks(group):
                     self._step_muon(stack, gate_up, group)
             elif parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
                 self._step_adamw(parameters, group)
+        return loss
 
     def _step_muon(self, parameters: list[Tensor], gate_up: str | None, group: dict[str, Any]) -> None:
         """Update matrices of one shape, or one stack."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -159,18 +160,23 @@ def objects_of_processes(value: Any, job: Job) -> list[Any]:
 
 
 def entries_of_hosts(paths: list[Path], job: Job) -> Entries:
-    """`file_entries` of files that every host has; one process of each host hashes them. All processes must call it.
+    """`file_entries` of files that every host has; a host's processes share the hashing. All processes must call it.
 
     DisagreementError: in all processes, if the files of two hosts differ.
     """
-    of_ranks = objects_of_processes(file_entries(paths) if job.local_rank == 0 else None, job)
-    (_, first), *others = [(rank, entries) for rank, entries in enumerate(of_ranks) if entries is not None]
-    for rank, entries in others:
-        differing = [name for name in first.keys() | entries.keys() if entries.get(name) != first.get(name)]
-        if differing:
-            where = f"{paths[0].parent}: {min(differing)}"
-            raise DisagreementError(f"{where} differs on the host of rank {rank}; copy it again")
-    found: Entries = first
+    paths = sorted(paths)
+    seen = paths[0].stat()  # device and inode tell two hosts of the same name apart
+    hosts = objects_of_processes((socket.gethostname(), seen.st_dev, seen.st_ino), job)
+    beside = [rank for rank, host in enumerate(hosts) if host == hosts[job.rank]]
+    hashed = file_entries(paths[beside.index(job.rank) :: len(beside)])
+    of_ranks = objects_of_processes({path.name: hashed.get(path.name) for path in paths}, job)
+    found: dict[str, Any] = {}
+    for name in sorted({name for entries in of_ranks for name in entries}):
+        for rank, entries in enumerate(of_ranks):
+            entry = entries.get(name, "missing")
+            if entry is not None and found.setdefault(name, entry) != entry:
+                where = f"{paths[0].parent}: {name}"
+                raise DisagreementError(f"{where} differs on the host of rank {rank}; copy it again")
     return found
 
 
