@@ -48,7 +48,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("free", "is_enough"), [(0.001, False), (100, True)])
 def test_room_for_a_checkpoint(free: float, is_enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GB)))
-    message = "no/such/corpus" if is_enough else r"a checkpoint takes .* MB, and 1\.0 MB are free; make room"
+    message = "no/such/corpus" if is_enough else r"a checkpoint takes .* GB, and 0\.001 GB are free; make room"
     with pytest.raises(ValueError, match=message):
         train(recipe_with(tmp_path / "run"))
 

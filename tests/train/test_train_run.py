@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -120,18 +119,20 @@ def test_a_folder_that_goes_after_the_last_record_is_named_by_the_result(
         train(dense_recipe)
 
 
-def test_a_leftover_that_cannot_be_removed_is_named_with_the_folder(
-    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", ["a.bin", "runs/one/a.bin", b"runs/one/a.bin", None])
+def test_a_path_that_cannot_be_used_is_named_with_its_folder(
+    named: str | bytes | None, dense_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`shutil.rmtree` names a file by its last part alone."""
 
     def refuse(_: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "weights.safetensors")
+        raise PermissionError(errno.EACCES, "Permission denied", named)
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "clean_stale", refuse)
-    folder = re.escape(dense_recipe.train.out_dir)
-    with raises_one_line(rf"^train\.out_dir {folder}/weights\.safetensors: cannot be used \(Permission denied"):
-        train(dense_recipe)
+    expected = "runs/one" if named is None else "runs/one/a.bin"
+    with raises_one_line(rf"^train\.out_dir {expected}: cannot be used \(Permission denied"):
+        train(changed(dense_recipe, train__out_dir="runs/one"))
 
 
 def test_going_on_from_a_copy_sets_the_newer_aside(dense_recipe: Recipe) -> None:

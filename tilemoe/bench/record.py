@@ -48,8 +48,10 @@ def rows(name: str, **wanted: Any) -> list[Row]:
 
 
 def newest(name: str, *keys: str, **wanted: Any) -> dict[Any, Row]:
-    """{values of ``keys``, a tuple if there are several: the last such row of `rows`}."""
+    """{values of ``keys``, a tuple if there are several: the last such row of `rows`}. ValueError: there is none."""
     found = [(tuple(map(row.get, keys)), row) for row in rows(name, **wanted)]
+    if not found:
+        raise ValueError(f"results/{name}.jsonl has no row of {wanted or 'any kind'}; run that benchmark first")
     return {values if len(keys) > 1 else values[0]: row for values, row in found}
 
 

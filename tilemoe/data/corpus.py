@@ -1,7 +1,7 @@
 """Corpora: text files, tables of texts and Python's own standard library as a stream of documents.
 
 Documents are ordered by the files' POSIX paths relative to the corpus, and within a file by their place in it; nothing
-else has an influence. One document at a time is in memory.
+else has an influence. One document at a time is in memory; compressed files and lines are read within bounds.
 """
 
 from __future__ import annotations

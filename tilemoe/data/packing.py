@@ -75,6 +75,9 @@ class PackedDocuments:
         self.num_targets = int(self.targets_of_window.sum())
         self.places = int(places.sum())
 
+    def __repr__(self) -> str:
+        return f"PackedDocuments({str(self.directory)!r}, {self.shards.split!r}, num_windows={self.num_windows})"
+
     def read(self, windows: NDArray[np.int64]) -> PackedBatch:
         """The batch of these ``windows`` (B,). Each is padded by a document of separators without targets."""
         inputs = np.full((windows.size, self.seq_len), self.shards.separator_id, dtype=np.int64)

@@ -37,6 +37,8 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """Appends token ids to the shards of one split. A context manager: leaving it closes the open shard."""
 
     def __init__(self, directory: Path, split: Split, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        if shard_tokens < 1:
+            raise ValueError(f"shard_tokens must be >= 1, got {shard_tokens}")
         self.num_tokens = 0
         self.num_bytes = 0
         self._directory, self._split = directory, split
@@ -119,6 +121,9 @@ class TokenShards:
         if self._start_of_shard[-1] != self.num_tokens:
             raise _bad_index(directory, "the shards and the index differ in the number of tokens")
 
+    def __repr__(self) -> str:
+        return f"TokenShards({str(self.directory)!r}, {self.split!r}, num_tokens={self.num_tokens})"
+
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """(length,) int64: tokens [start, start + length) of the split, which may span shards.
 
@@ -126,7 +131,7 @@ class TokenShards:
         """
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise ValueError(
-                f"start {start} and length {length} reach outside the {self.num_tokens} tokens of {self.directory}"
+                f"start {start} and length {length} reach outside the {self.num_tokens} tokens of {self!r}"
             )
         parts = [np.empty(0, dtype=np.int64)]
         while length:

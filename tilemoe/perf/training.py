@@ -113,9 +113,15 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
 
 
 def peak_bytes(setup: Setup, sequences: int, micro_batches: int = 2) -> int:
-    """Peak bytes of each GPU. In a step of one micro-batch, gradients are made while activations are freed."""
+    """Peak bytes of each GPU. In a step of one micro-batch, gradients are made while activations are freed, but for the
+    head's, which the loss makes before.
+    """
     parts = memory_parts(setup, sequences)
-    return sum(parts.values()) - (min(parts["gradients"], parts["activations"]) if micro_batches == 1 else 0)
+    if micro_batches == 1:
+        head = _FP32 * setup.sizes.vocab_size * setup.sizes.hidden_size
+        gradients, activations = parts.pop("gradients"), parts.pop("activations")
+        parts["both"] = max(gradients, activations + head)
+    return sum(parts.values())
 
 
 def fits(setup: Setup, sequences: int, micro_batches: int = 2) -> bool:

@@ -103,7 +103,7 @@ def _require_folder(recipe: Recipe) -> None:
     needed, free = _checkpoint_bytes(recipe), shutil.disk_usage(there).free
     if needed > free:
         raise ValueError(
-            f"train.out_dir {folder}: a checkpoint takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free; "
+            f"train.out_dir {folder}: a checkpoint takes {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free; "
             "make room, or choose another --train.out-dir"
         )
 

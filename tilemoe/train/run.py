@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -333,9 +334,11 @@ def _owned(run_dir: Path) -> Iterator[None]:
     except BrokenPipeError:  # comes from standard output, not from the folder
         raise
     except OSError as error:
+        named = os.fsdecode(error.filename or "")
+        path = named if os.path.dirname(named) else run_dir / named  # `shutil.rmtree` names a file by its last part
         raise ValueError(
-            f"train.out_dir {run_dir / (error.filename or '')}: cannot be used ({error.strerror or error}); make room "
-            "or correct its permissions and go on with --resume, or choose another --train.out-dir"
+            f"train.out_dir {path}: cannot be used ({error.strerror or error}); make room or correct its permissions "
+            "and go on with --resume, or choose another --train.out-dir"
         ) from error
 
 

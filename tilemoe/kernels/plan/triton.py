@@ -39,7 +39,11 @@ def why_unsupported(
 
 
 def count_sort(expert_ids: Tensor, num_experts: int) -> Index:
-    """`tilemoe.kernels.plan.torch.sort_by_expert`, except that a negative id never raises."""
+    """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
+    error_bits (all int32).
+
+    Equal to `tilemoe.kernels.plan.torch.sort_by_expert`, except that a negative id never raises.
+    """
     device_of(expert_ids)
     ids = expert_ids.reshape(-1).contiguous()  # of one column of a wider tensor, reshape returns a strided view
     num_pairs = ids.shape[0]

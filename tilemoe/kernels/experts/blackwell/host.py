@@ -1,5 +1,7 @@
 """Host side of the Blackwell GEMMs: the launches of `tilemoe.kernels.experts.hopper.host` for 16-bit operands.
 
+No value is read back from the device: grids are sized by the capacity of the tile lists.
+
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
