@@ -9,7 +9,7 @@ from tilemoe.bench import record
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES
 from tilemoe.models.presets import MODEL_PRESETS
 from tilemoe.perf.hardware import GPUS, find_gpu
-from tilemoe.perf.proposal import CARDS, Choices, proposal_rows, propose, step_seconds
+from tilemoe.perf.proposal import CARDS, MARGIN, Choices, proposal_rows, propose, step_seconds
 from tilemoe.perf.training import USABLE, Setup, fits, peak_bytes
 from tilemoe.train.config import load_recipe
 
@@ -57,7 +57,7 @@ def test_the_fastest_that_fits_is_proposed(card: int) -> None:
     setup = Setup(MODEL, replace(H100, memory_gb=card), 8, 1, 4096)
     found = propose(setup, 6, Choices((1, 8)))
     every = [
-        (step_seconds(each, size, 6 // size), size, each)
+        (step_seconds(each, size, 6 // size) * (1 if mode == "none" else MARGIN), size, each)
         for mode in CHECKPOINTING_MODES
         for kept in KEPT_BETWEEN_MICRO_BATCHES
         for shared in (1, 8)
@@ -70,7 +70,7 @@ def test_the_fastest_that_fits_is_proposed(card: int) -> None:
         return
     assert found is not None
     assert found.bytes <= USABLE * card * 1e9
-    assert found.seconds == min(every, key=lambda each: each[0])[0]
+    assert found.ranked_seconds == min(every, key=lambda each: each[0])[0]
     assert found.sequences * found.accumulation == 6
 
 

@@ -30,6 +30,7 @@ BLOCK_SECONDS = 2.8e-3  # fixed cost per block and micro-batch: the host and sho
 # An exchanging layer's time over the sum of its computation's and its transfers' times (docs/distributed.md, 7B-n256).
 EXCHANGED = 1.14
 RECOMPUTED = 1.15  # the time of micro-batches that recompute over that of their kernels
+MARGIN = 1.05  # settings that recompute must be faster by this: no recorded step of several GPUs recomputes
 _ADAMW_BYTES, _PASS_BYTES, _BF16, _FP32 = 28, 2, 2, 4
 
 
@@ -41,6 +42,10 @@ class Proposal:
     sequences: int
     accumulation: int
     seconds: float
+
+    @property
+    def ranked_seconds(self) -> float:
+        return self.seconds * (1 if self.setup.checkpointing == "none" else MARGIN)
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,7 +90,7 @@ def propose(setup: Setup, sequences: int, choices: Choices) -> Proposal | None:
     Among equal times, the one that takes less memory.
     """
     found = _that_fit(setup, sequences, choices)
-    return min(found, key=lambda each: (each.seconds, each.bytes), default=None)
+    return min(found, key=lambda each: (each.ranked_seconds, each.bytes), default=None)
 
 
 def _that_fit(setup: Setup, sequences: int, choices: Choices) -> Iterator[Proposal]:
