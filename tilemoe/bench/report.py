@@ -63,7 +63,10 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
 def newest_rows(name: str, mode: str, gpu: str | None, *keys: str) -> list[Row]:
     """The newest row for each value of ``keys``, in the cases' order; none if nothing is recorded."""
     wanted = {"mode": mode} if gpu is None else {"mode": mode, "gpu": gpu}
-    return in_order(record.newest(name, *keys, **wanted).values()) if record.rows(name, **wanted) else []
+    try:
+        return in_order(record.newest(name, *keys, **wanted).values())
+    except ValueError:
+        return []
 
 
 def _layer(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:

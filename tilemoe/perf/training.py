@@ -117,11 +117,10 @@ def peak_bytes(setup: Setup, sequences: int, micro_batches: int = 2) -> int:
     head's, which the loss makes before.
     """
     parts = memory_parts(setup, sequences)
-    if micro_batches == 1:
-        head = _FP32 * setup.sizes.vocab_size * setup.sizes.hidden_size
-        gradients, activations = parts.pop("gradients"), parts.pop("activations")
-        parts["both"] = max(gradients, activations + head)
-    return sum(parts.values())
+    if micro_batches > 1:
+        return sum(parts.values())
+    head = _FP32 * setup.sizes.vocab_size * setup.sizes.hidden_size
+    return sum(parts.values()) - min(parts["activations"], parts["gradients"] - head)
 
 
 def fits(setup: Setup, sequences: int, micro_batches: int = 2) -> bool:
