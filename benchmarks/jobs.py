@@ -1,14 +1,17 @@
-"""Jobs of `tilemoe train`: their phases, a disturbed one, two recipes; results/cold.jsonl, soak.jsonl and tiny.jsonl.
+"""Jobs of `tilemoe train`: phases, a disturbed one, two recipes, several ways; results/cold, soak, tiny, ways.jsonl.
 
     python benchmarks/jobs.py startup --processes 1,4 -- --recipe 1b --train.steps 12 --train.save-every 4
     python benchmarks/jobs.py soak --processes 4 -- --recipe cpu-4 --train.steps 600 --train.save-every 50
     python benchmarks/jobs.py tiny --seeds 0,1,2
+    python benchmarks/jobs.py ways --ways top-K,nearest,fp8 --seeds 0 -- --recipe 1b --data.corpus FOLDER
 
 startup: a run with empty caches of compiled kernels, one with warm ones, and one that goes on with it for as many
 steps; a row has the seconds to the end of the first step, those after the last one, and every phase of rank 0.
 soak: a run of all steps, and one of which a rank is killed at a third (torchrun starts it again) and which goes on
 with half the processes from two thirds on; a row has the losses of both.
 tiny: the recipe against its dense twin: equal FLOPs per token, as many tokens; each with its own settings.
+ways: one recipe and seed with other routing, precision or optimiser, a GPU for each run, as many at once as there are
+GPUs; a row has the held-out losses along the run, and those of the exported model here and in transformers.
 """
 
 from __future__ import annotations
@@ -21,15 +24,37 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
 from tilemoe.bench import record
+from tilemoe.data import TokenShards
+from tilemoe.data.sampler import sequential_windows
+from tilemoe.train.checkpoints.folder import resolve_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
+from tilemoe.train.checkpoints.restore import restore_model
+from tilemoe.train.datasets import prepare_data
 from tilemoe.train.metrics import read_metrics
 
 BEFORE = ("torchrun", "imports", "checks", "data", "processes", "weights", "folder", "reading the checkpoint")
 KEPT = ("heldout_nats_per_byte", "heldout_tokens", "training_tokens", "parameters", "flops_per_token")
+WAYS = MappingProxyType(
+    {
+        "top-K": (),
+        "nearest": ("--model.moe.rounding.mode", "nearest"),
+        "fp8": ("--model.moe.precision", "fp8"),
+        "muon": ("--optim.name", "muon"),
+    }
+)
+PER_LAYER = ("expert_load", "dropped_pairs", "added_pairs", "tile_waste")
 Row = dict[str, Any]
 
 
@@ -131,22 +156,86 @@ def twins(seed: int, folder: Path) -> list[Row]:
     return rows
 
 
+def ways(names: list[str], seeds: list[str], options: list[str], folder: Path) -> None:
+    """A run of each way and seed; its row is appended as soon as it is done."""
+    gpus: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(torch.cuda.device_count()) or (-1,):
+        gpus.put(gpu)
+    at_once = min(gpus.qsize(), len(names) * len(seeds))
+
+    def measure(way: str, seed: str) -> None:
+        gpu, run_dir = gpus.get(), folder / f"{way}-{seed}"
+        try:
+            given = [*options, *WAYS[way], "--train.seed", seed]
+            timed(1, given, run_dir, {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu >= 0 else {})
+            row = losses_of(run_dir)
+            print(way, seed, json.dumps(row), flush=True)
+            with torch.cuda.device(gpu):
+                row["exported_nats_per_token"] = exported_losses(run_dir)
+        finally:
+            gpus.put(gpu)
+        named = [Path(option).name for option in options]  # a folder's place says nothing
+        record.append("ways", [{"way": way, "seed": int(seed), "at_once": at_once, "options": named, **row}])
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for run in [pool.submit(measure, way, seed) for seed in seeds for way in names]:
+            run.result()
+
+
+def losses_of(run_dir: Path) -> Row:
+    result, rows = json.loads((run_dir / "result.json").read_bytes()), list(read_metrics(run_dir / "metrics.jsonl"))
+    steps, heldout = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
+    return {
+        **{key: result[key] for key in KEPT},
+        "heldout_nats_per_token": [[row["step"], round(row["nats_per_token"], 5)] for row in heldout],
+        "tokens_per_second": round(median(row["tokens_per_second"] for row in steps), 1),
+        **{name: round(fmean(fmean(row[name]) for row in steps), 5) for name in PER_LAYER},
+    }
+
+
+@torch.no_grad()
+def exported_losses(run_dir: Path) -> dict[str, float]:
+    """The loss of the exported model over the first held-out windows, in fp32, here and in transformers."""
+    exported, data = run_dir / "exported", resolve_checkpoint(run_dir).state.recipe.data
+    given = [sys.executable, "-m", "tilemoe", "export", "--checkpoint", str(run_dir), "--out", str(exported)]
+    subprocess.run(given, check=True, cwd=record.ROOT)
+    heldout = prepare_data(data, data.tokenizer).heldout
+    assert isinstance(heldout, TokenShards), "one corpus of text"
+    inputs, targets = map(torch.from_numpy, next(sequential_windows(heldout, data.seq_len, 4)))
+    device, losses = torch.device("cuda" if torch.cuda.is_available() else "cpu"), {}
+    for name, load in (
+        ("tilemoe", lambda: restore_model(exported, "auto")[0]),
+        ("transformers", lambda: AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()),
+    ):
+        logits = load().to(device)(inputs.to(device)).logits.flatten(0, 1).float()
+        losses[name] = float(functional.cross_entropy(logits, targets.flatten().to(device)))
+    return losses
+
+
 def main() -> None:
     given, options = sys.argv[1:], []
     if "--" in given:
         given, options = given[: given.index("--")], given[given.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["startup", "soak", "tiny"])
+    parser.add_argument("what", choices=["startup", "soak", "tiny", "ways"])
     parser.add_argument("--processes", default="4", help="numbers, separated by commas")
-    parser.add_argument("--seeds", default="0", help="of tiny, separated by commas")
+    parser.add_argument("--seeds", default="0", help="of tiny and ways, separated by commas")
+    parser.add_argument("--ways", default="all", help=f"of {', '.join(WAYS)}, separated by commas")
     args = parser.parse_args(given)
-    for number in map(int, (args.seeds if args.what == "tiny" else args.processes).split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            if args.what == "tiny":
-                record.append("tiny", twins(number, Path(folder)))
-            else:
-                measure, file = (startup, "cold") if args.what == "startup" else (soak, "soak")
-                record.append(file, measure(number, options, Path(folder)))
+    seeds, processes = args.seeds.split(","), map(int, args.processes.split(","))
+    with tempfile.TemporaryDirectory() as folder:
+        match args.what:
+            case "ways":
+                ways(list(record.selected("way", args.ways, WAYS)), seeds, options, Path(folder))
+            case "tiny":
+                for seed in seeds:
+                    record.append("tiny", twins(int(seed), Path(folder) / seed))
+            case "startup":
+                for number in processes:
+                    record.append("cold", startup(number, options, Path(folder) / str(number)))
+            case "soak":
+                for number in processes:
+                    record.append("soak", soak(number, options, Path(folder) / str(number)))
 
 
 if __name__ == "__main__":
