@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -107,24 +106,14 @@ def test_what_add_lora_says_of_a_model_of_transformers_works(family: str) -> Non
     assert all(grad is not None and grad.any() for grad in adapters.values())
 
 
-@pytest.mark.parametrize("are_frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("kind", ["one", "two"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_an_adapter_is_kept_apart_without_use(
-    family: str, kind: str, are_frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradients are the eager experts'. Where the experts are trained too, PEFT's sum is computed with."""
+def test_without_use_an_adapter_s_gradients_are_the_eager_experts(family: str, kind: str) -> None:
     found = []
     for implementation in ("eager", "tilemoe"):
         model = get_peft_model(FAMILIES[family].make(experts_implementation=implementation), settings(kind))
         shaken(model, 0)
-        for name, parameter in model.named_parameters():
-            if name.endswith((".down_proj", ".down_proj_bias")):
-                parameter.requires_grad_(not are_frozen)
-        apart = mock.Mock(wraps=integration.moe_lora)
-        monkeypatch.setattr(integration, "moe_lora", apart)
         found.append(step(model))
-    assert apart.called == are_frozen
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
-from tilemoe.integrations.divided_adapters import are_frozen, take_adapters, with_adapters
+from tilemoe.integrations.divided_adapters import take_adapters, with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
 from tilemoe.integrations.quantized_weight import UNCOMPILED, FrozenWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
@@ -266,9 +266,8 @@ def _stored_weights(module: nn.Module) -> _Weights:
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
-    products = _products(module, name)
     try:  # no default: to see if it is needed, torch.compile would read PEFT's property, which caches a tensor
-        tensor = products.original if products else getattr(module, name)
+        tensor = getattr(module, name)
     except AttributeError:
         tensor = None
     if not isinstance(tensor, Tensor):
@@ -287,20 +286,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
             why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
         raise refusal(module, f"{name} is a {type(tensor).__name__} of {tensor.dtype}; {why}")
-    if products:
-        return products[0](FrozenWeight(tensor, tensor.dtype))
     return with_adapters(module, name, tensor)
-
-
-def _products(module: nn.Module, name: str) -> Any:
-    """The parametrisation by which PEFT adds one adapter's product to a plain weight, in a forward without `use`, if
-    the experts are frozen. Called with a `FrozenWeight` it keeps the factors apart. None: there is no such one.
-    """
-    every: Any = module._modules.get("parametrizations", {})
-    if torch.compiler.is_compiling() or name not in every or isinstance(every[name].original, FrozenWeight):
-        return None
-    found = every[name]
-    return found if len(found) == 1 and hasattr(found[0], "lhs") and are_frozen(module) else None
 
 
 def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
