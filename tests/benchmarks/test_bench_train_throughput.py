@@ -1,4 +1,4 @@
-"""The trainer's speed: jobs of two processes as users start them, what they record, and what is not timed."""
+"""The trainer's speed: jobs of two processes as users start them, and what they record."""
 
 import json
 import subprocess
@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import train_throughput
 
 from tilemoe.bench import record
 from tilemoe.config import to_dict
 from tilemoe.train.config import Recipe, load_recipe
-from tilemoe.train.job.processes import Job
 
 
 def run(*arguments: str) -> None:
@@ -87,15 +85,3 @@ def test_precisions_take_turns_on_the_same_weights(
     assert firsts == pytest.approx([firsts[0]] * 3, rel=1e-3)
     with pytest.raises(ValueError, match="no precision called 'fp4'; known are bf16, fp8, fp8"):
         train_throughput.peer_and_recipe("tilemoe[fp4]", recipe)
-
-
-def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> None:
-    """Of ``--compile`` and train.compile, which are one switch."""
-    for setting, option in (("blocks", []), ("none", ["--compile"])):
-        path = tmp_path / "small.json"
-        path.write_text(json.dumps(to_dict(replace(recipe, train=replace(recipe.train, compile=setting)))))
-        args = train_throughput.parse(["--recipe", str(path), *option])
-        found = train_throughput.recipe_of(args)
-        assert found.train.compile == "blocks"
-        model, _ = train_throughput.build("tilemoe", found, torch.device("cpu"), Job())
-        assert all(block.compiled_by is not None for block in model.blocks)
