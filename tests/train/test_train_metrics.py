@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,18 +23,15 @@ from tilemoe.train.progress import Phases, Reporter, Speed, StepStats, TerminalR
 from tilemoe.train.run import train
 
 
-def write_run(folder: Path, steps: int = 6, experts: bool = True, shared: bool = False) -> Path:
+def write_run(folder: Path, steps: int = 6) -> Path:
     writer = MetricsWriter(folder)
     for step in range(1, steps + 1):
-        entropy = [1.0 - 0.1 * step, 0.5] if experts else []
+        entropy = [1.0 - 0.1 * step, 0.5]
         numbers = {"nats_per_token": 5.0 / step, "tokens_per_second": 1000.0 * step, "router_entropy": entropy}
-        if shared:
-            numbers["rank_load"] = [1.0 + 0.3 * step, 1.0]
         writer.write("train", {"step": step, **numbers})
         if step % 2 == 0:
-            counts = [[3, 1], [2, 2]] if experts else []
             loss = {"nats_per_token": 5.0 / step, "whole_split": step == steps}
-            writer.write("eval", {"step": step, **loss, "tokens_per_expert": counts})
+            writer.write("eval", {"step": step, **loss, "tokens_per_expert": [[3, 1], [2, 2]]})
     writer.sync()
     writer.close()
     return folder / "metrics.jsonl"
@@ -146,33 +141,6 @@ def test_weights_and_biases_gets_the_numbers_and_one_run(
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     with pytest.raises(ValueError, match=r"^train\.wandb: No API key configured; run wandb login, or set WANDB_MODE"):
         WandB(tmp_path / "run", recipe)
-
-
-@pytest.mark.parametrize(
-    ("experts", "shared", "evals", "panels"),
-    [(True, True, True, 5), (True, False, True, 4), (True, False, False, 3), (False, False, True, 2)],
-)
-def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
-    tmp_path: Path, experts: bool, shared: bool, evals: bool, panels: int
-) -> None:
-    """Each panel has a title, and no labels of its ticks overlap, nor is a line cut off."""
-    records = [{**r, "step": 20_000 * r["step"]} for r in read_metrics(write_run(tmp_path, 6, experts, shared))]
-    for record in records:
-        record |= {"tokens_per_second": 2.4e6 + record["step"]}
-    figure = run_figure([r for r in records if evals or r["kind"] == "train"], "title")
-    figure.savefig(tmp_path / "drawn.png")
-    assert struct.unpack(">II", (tmp_path / "drawn.png").read_bytes()[16:24])[0] == 1200
-    titled = [axes for axes in figure.axes if axes.get_title()]
-    assert len(titled) == panels
-    assert len({round(axes.get_position().y0, 2) for axes in titled}) == 2
-    for axes in titled:
-        for axis in (axes.xaxis, axes.yaxis):
-            boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
-            assert min(label.get_fontsize() for label in axis.get_ticklabels()) >= 10
-            assert not any(left.overlaps(right) for left, right in pairwise(boxes))
-        top = max((max(line.get_ydata()) for line in axes.get_lines()), default=0.0)
-        assert axes.images or top < axes.get_ylim()[1]
-    assert figure.get_suptitle() == "title"
 
 
 class Terminal(io.StringIO):
