@@ -119,6 +119,7 @@ def of_decoder() -> dict[str, Any]:
         "documents": Documents.of(torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])),
         "expert_ids": ids(2, 2, 4, K),
         "record": tilemoe.RoutingRecord(),
+        "token_mask": torch.arange(4).expand(2, 4) < torch.tensor([[4], [3]]),
     }
 
 

@@ -230,18 +230,9 @@ def test_recomputation_changes_nothing(how: str) -> None:
     assert_equal(found, losses_and_grads(layer, x, layer))
 
 
-@pytest.mark.parametrize(
-    ("x", "mask", "message"),
-    [
-        (torch.zeros(3, 15), None, r"x must be \(\.\.\., 16\)"),
-        (torch.zeros(3, 16, dtype=torch.bfloat16), None, "bfloat16"),
-        (torch.zeros(3, 16), torch.ones(4, dtype=torch.bool), r"token_mask must be \(3,\)"),
-        (torch.full((3, 16), float("nan")), None, "NaN"),
-    ],
-)
-def test_bad_input_is_one_line(x: Any, mask: Tensor | None, message: str) -> None:
-    with raises_one_line(message):
-        make()(x, mask)
+def test_nan_is_one_line() -> None:
+    with raises_one_line("NaN"):
+        make()(torch.full((3, 16), float("nan")))
 
 
 def test_bad_arguments_are_one_line() -> None:

@@ -144,10 +144,6 @@ def test_replay_and_records_leave_padding_out() -> None:
 
 def test_a_mask_that_does_not_fit_is_refused() -> None:
     model, (ids, labels, _) = make(), windows(30)
-    with raises_one_line(r"token_mask must be \(2, 30\) torch.bool, got \(2, 30\) torch.float32"):
-        model(ids, token_mask=torch.ones(2, 30))
-    with raises_one_line(r"token_mask must be \(2, 30\) torch.bool, got \(60,\) torch.bool"):
-        model(ids, token_mask=torch.ones(60, dtype=torch.bool))
     left = torch.arange(30) >= torch.tensor([[0], [13]])
     with raises_one_line("token_mask has padding before text, which attends to it; pad on the right or pass documents"):
         model(ids, token_mask=left)

@@ -1,4 +1,5 @@
-"""Every mistake that a caller of the operator can make: one line that names the argument.
+"""Mistakes of a caller of the operator: one line that names the argument and the fix. Each argument with each kind of
+wrong tensor: test_fuzz_wrong_calls.py.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
@@ -22,8 +23,8 @@ PAIRS = plan_pairs(torch.arange(T * K) // K, torch.arange(T * K) % E, T, E)
 INPUTS = make_inputs(PLAN, D, N, bias=True)
 
 
-def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.ones(shape, dtype=dtype, device=device)
+def ones(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, device=device)
 
 
 class Mine(TorchBackend):
@@ -38,21 +39,13 @@ class AlsoTorch(TorchBackend):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": ones(T, 1, D)}, r"x must be \(T, d\), got shape \(5, 1, 8\); flatten the leading dimensions"),
-    ({"x": ones(T, D + 1)}, r"x must be \(5, 8\) to go with w2 \(3, 8, 4\), got \(5, 9\)"),
-    ({"x": ones(T, D, dtype=torch.bfloat16)}, "w1 is torch.float32 but x is torch.bfloat16; cast one of them"),
     ({"x": ones(T, D, device="meta")}, "w1 is on cpu but x is on meta; move them to one device"),
-    ({"x": ones(T + 1, D)}, "plan was made for 5 tokens, but x has 6"),
-    ({"w1": ones(E, 2 * N, D)[0]}, r"w1 must be \(3, 8, 8\) to go with w2 \(3, 8, 4\), got \(8, 8\)"),
     ({"activation": "silu"}, r"w1 must be \(3, 4, 8\) to go with w2"),
     ({"w2": ones(E, N, D)}, r"w2 must be \(E, d, n\) \(3, 8, 4\), got \(3, 4, 8\); pass w2.transpose\(1, 2\)"),
     ({"w1": ones(E, D, 6), "w2": ones(E, 3, D)}, r"w2 must be .*, got \(3, 3, 8\); pass w2.transpose\(1, 2\)"),
     ({"w2": ones(E, D, 0)}, r"w2 \(E, d, n\) must have no empty dimension, got shape \(3, 8, 0\)"),
-    ({"b1": ones(E, N)}, r"b1 must be \(3, 8\) .*, got \(3, 4\)"),
-    ({"b2": ones(D)}, r"b2 must be \(3, 8\) .*, got \(8,\)"),
-    ({"scores": ones(T, K + 1)}, r"scores must be \(T, K\) with the plan's 10 pairs, got \(5, 3\)"),
     ({"plan": PAIRS}, r"scores must be \(P,\) with the plan's 10 pairs, got \(5, 2\)"),
     ({"plan": PAIRS, "scores": ones(T * K - 1)}, r"scores must be \(P,\) with the plan's 10 pairs, got \(9,\)"),
-    ({"plan": None}, r"plan must be a RoutingPlan \(plan_topk, plan_pairs or route make one\), got NoneType"),
     ({"plan": plan_topk(torch.zeros(T + 2, K, dtype=torch.int64), E)}, "plan was made for 7 tokens, but x has 5"),
     ({"plan": plan_topk(torch.zeros(T, K, dtype=torch.int64), E + 1)}, "plan was made for 4 experts, but w1 has 3"),
     ({"plan": plan_topk(torch.zeros(T, K, dtype=torch.int64, device="meta"), E)}, "plan is on meta but x is on cpu"),

@@ -133,8 +133,6 @@ BAD = [
         )
         for name in ("w1", "w2", "b1", "b2")
     ),
-    ({"w1": lambda t: t.double()}, r"w1 is torch.float64 but x is torch.float32; cast one"),
-    ({"w1": lambda t: t[:, 1:]}, r"w1 must be \(5, 48, 16\)"),
     ({"plan": lambda p: replace(p, num_tokens=39)}, "plan was made for 39 tokens, but x has 40"),
 ]
 
