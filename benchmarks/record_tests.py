@@ -10,8 +10,8 @@
 Further arguments are pytest's, and so is the exit code. A run that is interrupted, by SIGTERM too, records what it got
 to. The next run of cells finds in Triton's cache what was compiled; its row says how many came from there. The same
 command of fuzz does what is left: parts of its seed that have a row at this commit are left out. ``--share`` is of a
-full run: 10^4 wrong calls of several arguments (and every one of a single argument), 10^6 routings through the torch
-backend, 10^4 through Triton's interpreter and, where there is a GPU, 10^4 on it.
+full run: every wrong call of a single argument, 10^4 routings through Triton's interpreter and, where there is a GPU,
+10^4 on it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,19 +215,3 @@ def _chance(generator: torch.Generator, share: float) -> bool:
 
 def _one_of(generator: torch.Generator, *values: Any) -> Any:
     return values[int(torch.randint(0, len(values), (), generator=generator))]
-
-
-def layer_oracle(given: Mapping[str, Tensor], dense: Tensor, layer: Layer) -> Tensor:
-    """(T, d): every expert computes every token, times its score in ``dense`` (T, E), 0 where it was not chosen.
-
-    given: x, w1, w2 and, where the layer has them, b1 and b2, as `tilemoe.moe` takes them.
-    """
-    out = torch.zeros_like(given["x"])
-    for expert in range(dense.shape[1]):
-        h = given["x"] @ given["w1"][expert].T
-        h = h + given["b1"][expert] if "b1" in given else h
-        a = reference.activation(h, layer.cfg.activation, layer.gate_up)
-        y = a @ given["w2"][expert].T
-        y = y + given["b2"][expert] if "b2" in given else y
-        out = out + dense[:, expert, None] * y
-    return out
