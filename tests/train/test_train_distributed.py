@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import losses, raises_one_line
-from peft import PeftModel
 from processes import Ended, run
 from small_runs import changed
 from test_train_hf_base import adapted, write_base
-from test_train_initial import write_model
-from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
 from tilemoe.cli.train import run as run_command
@@ -63,18 +60,6 @@ def trained_by(processes: int, path: Path, *words: object) -> Ended:
     ended = run(["train", "--recipe", path, *words], processes, 0, None, path.parent)
     assert (ended.code, ended.left) == (0, []), ended.err
     return ended
-
-
-def two_then_one(path: Path, run_dir: Path, *options: str) -> str:
-    """Two processes go on, then this one; the checkpoint of the two."""
-    words = ("--resume", "auto", *options)
-    said = trained_by(2, path, *words, "--train.steps", STEPS + 2).out
-    assert f"resuming from {run_dir}/step_{STEPS:08d}" in said
-    assert main(["train", "--recipe", str(path), *words, f"--train.steps={STEPS + 4}", "--parallel.expert=1"]) == 0
-    assert len(losses(run_dir)) == STEPS + 4
-    sharded = run_dir / f"step_{STEPS + 2:08d}"
-    assert (sharded / ".metadata").exists()
-    return str(sharded)
 
 
 @pytest.fixture
@@ -345,30 +330,3 @@ def test_random_numbers_differ_by_rank_and_by_the_step_a_job_goes_on_from() -> N
         seed_process(3, job, step)
         drawn.add(torch.rand(()).item())
     assert len(drawn) == 6
-
-
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_four_processes_train_adapters_as_one_does(moe_recipe: Recipe, recipe: Recipe, tmp_path: Path) -> None:
-    """Then two, then one; what is exported of the two's, merged or not, computes what they do."""
-    write_model("olmoe", tmp_path / "base")
-    data, base = replace(recipe.data, batch_size=1), ("--init-from", str(tmp_path / "base"))
-    settings = replace(recipe.train, accumulation=1, selection_bias_rate=0.0)
-    optim = replace(recipe.optim, schedule="constant")  # whatever the number of steps
-    recipe = replace(adopt(moe_recipe, tmp_path / "base"), train=settings, optim=optim, parallel=recipe.parallel)
-    recipe = replace(recipe, data=replace(data, tokenizer=recipe.data.tokenizer), lora=LoRAConfig(rank=3, base=base[1]))
-    path = written(recipe, tmp_path, out_dir=str(tmp_path / "run"))
-    assert "of them trained, on 4 x cpu" in trained_by(4, path, *base).out
-    one = replace(recipe, data=replace(recipe.data, batch_size=4), parallel=ParallelConfig())
-    train(replace(one, train=replace(settings, out_dir=str(tmp_path / "one"))), init_from=tmp_path / "base")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    sharded = two_then_one(path, tmp_path / "run", *base)
-    for out, more in (("merged", []), ("adapter", ["--adapter"])):
-        assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / out), *more]) == 0
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        ours = restore(Path(sharded), "cpu").model(ids).logits
-        theirs, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "merged"))
-        assert relative_error(theirs(ids).logits, ours) > 0.01
-        assert relative_error(merged(ids).logits, ours) < 1e-5
-        assert relative_error(PeftModel.from_pretrained(theirs, tmp_path / "adapter")(ids).logits, ours) < 1e-5
