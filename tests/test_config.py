@@ -11,7 +11,6 @@ from tilemoe.activations import validate_activation
 from tilemoe.config import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
-    ROUTER_PRESETS,
     UNGATED_ACTIVATIONS,
     ModelConfig,
     MoEConfig,
@@ -141,13 +140,6 @@ def test_gated_and_ungated_make_up_the_activations() -> None:
         config = moe(activation=name)
         assert config.is_gated == (name in GATED_ACTIVATIONS)
         assert config.up_rows == (16 if config.is_gated else 8)
-
-
-@pytest.mark.parametrize("name", sorted(ROUTER_PRESETS))
-def test_router_presets(name: str) -> None:
-    assert RouterConfig.preset(name) == ROUTER_PRESETS[name]
-    config = moe(num_experts=64, num_experts_per_tok=8, router=RouterConfig.preset(name))
-    assert from_dict(MoEConfig, to_dict(config)) == config
 
 
 def test_to_json_and_back() -> None:

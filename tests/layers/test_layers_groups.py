@@ -16,7 +16,6 @@ from tilemoe import reference
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.routing.topk import route
 
 RANKS, D, E, K = 3, 16, 6, 2
 ROUTER = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01, selection_bias=True)
@@ -109,8 +108,6 @@ def test_what_is_no_group_is_one_line() -> None:
     for group in ("world", 2, [0, 1]):
         with raises_one_line("group must be None or a torch.distributed process group, got"):
             MoE(CFG, group=group)
-        with raises_one_line("group must be None"):
-            route(torch.randn(3, E), MoEConfig(D, 8, E, K), group=group)
 
 
 def test_without_torch_distributed_a_layer_counts_for_itself() -> None:

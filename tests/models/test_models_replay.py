@@ -70,14 +70,8 @@ def test_training_replays_under_checkpointing_and_records_once(mode: str, compil
 def test_ids_that_do_not_fit_are_one_line() -> None:
     model = make()
     ids = recorded(model, ids_of())
-    for wrong, message in (
-        (ids[0], r"expert_ids must be \(L, B, S, K\) = \(2, 2, 9, 2\), got \(2, 9, 2\); give K"),
-        (ids[:, :, 1:], r"expert_ids must be \(L, B, S, K\) = \(2, 2, 9, 2\), got \(2, 2, 8, 2\)"),
-        (list(ids), "expert_ids must be a tensor, got list"),
-        (ids + 6, r"expert_ids must lie in \[0, 6\)"),
-    ):
-        with raises_one_line(message):
-            model(ids_of(), expert_ids=wrong)
+    with raises_one_line(r"expert_ids must lie in \[0, 6\)"):
+        model(ids_of(), expert_ids=ids + 6)
     dense = DecoderLM(replace(tiny_model(), moe=None, dense_layers=()))
     with raises_one_line("expert_ids was given to a model without experts"):
         dense(ids_of(), expert_ids=ids)

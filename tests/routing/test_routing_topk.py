@@ -222,15 +222,3 @@ def test_a_load_at_the_mean_stays_put_even_where_the_mean_is_no_float() -> None:
     biases = [torch.zeros(3)]
     update_selection_bias(biases, torch.tensor([[load, load - 1, load + 1]]), 1.0)
     assert biases[0].tolist() == [0, 1, -1]
-
-
-@pytest.mark.parametrize(
-    ("biases", "counts", "rate", "message"),
-    [
-        ([torch.zeros(4)], torch.zeros(2, 4, dtype=torch.int32), 0.1, "one row for each of the 1 biases"),
-        ([torch.zeros(3)], torch.zeros(1, 4, dtype=torch.int32), 0.1, r"biases\[0\] must be \(4,\)"),
-    ],
-)
-def test_bad_arguments_are_named(biases: list[Tensor], counts: Tensor, rate: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        update_selection_bias(biases, counts, rate)
