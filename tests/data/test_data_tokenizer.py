@@ -1,5 +1,6 @@
 """Tokenizers: round trips, files that load back, training that depends on the training split alone."""
 
+import base64
 import json
 import random
 import re
@@ -7,6 +8,8 @@ import signal
 import threading
 import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import tokenizers
 from helpers import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex
 
 from tilemoe.data import tokenizer as tokenizer_module
 from tilemoe.data.corpus import clean_text, open_corpus
@@ -185,6 +189,8 @@ HOSTILE = {
     "an expression without end": {
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     },
+    "added tokens that are none": {"added_tokens": 1},
+    "an added token that is none": {"added_tokens": [1]},
     "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
 }
 
@@ -196,6 +202,180 @@ def test_what_the_library_fails_at_is_one_line(bpe: Tokenizer, kind: str, tmp_pa
     path.write_text(json.dumps(json.loads(bpe.backend.to_str()) | HOSTILE[kind]))
     with raises_one_line(r"tokenizer '.*tokenizer.json': (cannot encode a text|cannot be read) \(.+\); "):
         load_tokenizer(str(path)).encode("a" * 40 + "!")
+
+
+def replace(old: str, new: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: old}, "content": new}
+
+
+def added(content: str, *, normalized: bool = False) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    return {"id": 300, "content": content, "normalized": normalized, **flags}
+
+
+def template(*counts: int) -> dict[str, Any]:
+    single, pair = ([{"Sequence": {"id": "AB"[place % 2], "type_id": 0}} for place in range(n)] for n in counts)
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {}}
+
+
+def in_turn(key: str, *steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", key: list(steps)}
+
+
+def unigram(longest: int) -> dict[str, Any]:
+    pieces = [[END_OF_TEXT, 0.0], *(["a" * size, -1.0] for size in range(1, longest + 1))]
+    return {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+
+
+CHARACTERS = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+DOUBLES = [replace("a", "aa")] * 40
+UNBOUNDED = {
+    "doubling normalizers": {"normalizer": in_turn("normalizers", *DOUBLES)},
+    "normalizers without a type": {"normalizer": {"normalizers": [[{"String": "a"}, "aa"]] * 40}},
+    "a long text for each character": {"normalizer": replace("a", "a" * (1 << 24))},
+    "a long text for each pair": {"normalizer": replace("aa", "a" * (1 << 24))},
+    "a long text for nothing": {"normalizer": replace("", "a" * (1 << 24))},
+    "a long text between characters": {"normalizer": replace("b*", "a" * (1 << 24), "Regex")},
+    "a long text before": {"normalizer": {"type": "Prepend", "prepend": "a" * (1 << 24)}},
+    "bytes of bytes as a normalizer": {"normalizer": in_turn("normalizers", *[{"type": "ByteLevel"}] * 40)},
+    "bytes of bytes": {
+        "pre_tokenizer": in_turn(
+            "pretokenizers", *[{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}] * 40
+        )
+    },
+    "blanks before all": {
+        "pre_tokenizer": in_turn(
+            "pretokenizers",
+            *[
+                step
+                for blank in "xy" * 20
+                for step in (
+                    CHARACTERS,
+                    {"type": "Metaspace", "replacement": blank, "prepend_scheme": "always", "split": True},
+                )
+            ],
+        )
+    },
+    "a table of long texts": {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(b"\4\0\0\0" + b"\0" * 4 + b"a" * 5000 + b"\0").decode(),
+        }
+    },
+    "a text many times over": {"post_processor": template(100_000, 2)},
+    "a text twice, then many times": {"post_processor": in_turn("processors", template(2, 2), template(1, 100_000))},
+    "added tokens that grow": {
+        "normalizer": replace("a", "a" * 4000), "added_tokens": [added("a" * 5000, normalized=True)]
+    },
+    "added tokens that double": {
+        "normalizer": in_turn("normalizers", *DOUBLES), "added_tokens": [added("a", normalized=True)]
+    },
+    "a long added token": {"added_tokens": [added("b" * (1 << 25))]},
+    "doubling decoders": {"decoder": in_turn("decoders", *DOUBLES)},
+    "blanks between characters": {"decoder": in_turn("decoders", *[{"type": "BPEDecoder", "suffix": ""}] * 40)},
+    "a long token": {"model": {"type": "WordLevel", "vocab": {END_OF_TEXT: 0, "a" * (1 << 24): 1}, "unk_token": "a"}},
+    "a long prefix": {
+        "model": {"type": "BPE", "vocab": {END_OF_TEXT: 0}, "merges": [], "continuing_subword_prefix": "#" * (1 << 24)}
+    },
+    "a long suffix": {
+        "model": {"type": "BPE", "vocab": {END_OF_TEXT: 0}, "merges": [], "end_of_word_suffix": "#" * (1 << 24)}
+    },
+    "long words": {
+        "model": {
+            "type": "WordPiece", "vocab": {END_OF_TEXT: 0, "a": 1, "##a": 2}, "unk_token": END_OF_TEXT,
+            "continuing_subword_prefix": "##", "max_input_chars_per_word": 1 << 20,
+        }
+    },
+    "long tokens of a text that grows": {"normalizer": replace("a", "a" * 100), "model": unigram(1000)},
+}  # fmt: skip
+SLOWEST = {
+    "the most characters": {"normalizer": replace("a", "a" * 4096)},
+    "the longest words": {
+        "normalizer": replace("a", "b" * 64), "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {
+            "type": "WordPiece", "vocab": {END_OF_TEXT: 0, "b": 1, "##b": 2}, "unk_token": END_OF_TEXT,
+            "continuing_subword_prefix": "##", "max_input_chars_per_word": 1000,
+        },
+    },
+    "the longest tokens": {"normalizer": replace("a", "a" * 8), "model": unigram(8000)},
+    "long tokens of what grows": {"normalizer": replace("a", "a" * 256), "model": unigram(256)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNBOUNDED)
+def test_what_makes_texts_too_long_is_refused(bpe: Tokenizer, kind: str, tmp_path: Path):
+    """Before the library loads it: an added token is normalised while it does."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(bpe.backend.to_str()) | UNBOUNDED[kind]))
+    started, before = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
+    with raises_one_line(r"tokenizer '.*tokenizer.json': cannot be read \(.* must be at most \d+, not \d+\); "):
+        load_tokenizer(str(path))
+    assert time.process_time() - started < 5
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+@pytest.mark.parametrize("kind", SLOWEST)
+def test_what_is_not_refused_ends(bpe: Tokenizer, kind: str, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(bpe.backend.to_str()) | {"pre_tokenizer": None} | SLOWEST[kind]))
+    started, before = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.decode(tokenizer.encode(("a" * 15 + " ") * 16))
+    assert time.process_time() - started < 5
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+N, P, R, D = tokenizers.normalizers, tokenizers.pre_tokenizers, tokenizers.processors, tokenizers.decoders
+PAIRS = R.TemplateProcessing("<s> $A </s>", "<s> $A </s> $B </s>", [("<s>", 1), ("</s>", 0)])
+OF_PUBLIC = {
+    "GPT-2": (None, P.ByteLevel(), R.ByteLevel(), D.ByteLevel()),
+    "Qwen": (N.NFC(), P.Sequence([P.Split(Regex(r"\s+"), "isolated"), P.ByteLevel()]), R.ByteLevel(), D.ByteLevel()),
+    "CLIP": (N.Sequence([N.NFC(), N.Replace(Regex(r"\s+"), " "), N.Lowercase()]), P.ByteLevel(), None, D.ByteLevel()),
+    "Llama": (
+        N.Sequence([N.Prepend("▁"), N.Replace(" ", "▁")]), None, PAIRS,
+        D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)]),
+    ),
+    "Gemma": (N.Replace(" ", "▁"), P.Split(" ", "merged_with_previous"), PAIRS, D.Replace("▁", " ")),
+    "T5": (
+        N.Sequence([N.NFKC(), N.Replace(Regex(" {2,}"), "▁")]),
+        P.Sequence([P.WhitespaceSplit(), P.Metaspace()]), PAIRS, D.Metaspace(),
+    ),
+    "ALBERT": (  # NFKC in the place of the table of SentencePiece, which is made from it
+        N.Sequence(
+            [
+                N.Replace("``", '"'), N.Replace("''", '"'), N.NFKD(), N.StripAccents(), N.Lowercase(), N.NFKC(),
+                N.Replace(Regex(" {2,}"), " "),
+            ]
+        ),
+        P.Metaspace(), PAIRS, D.Metaspace(),
+    ),
+    "BERT": (N.BertNormalizer(), P.BertPreTokenizer(), PAIRS, D.WordPiece()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_PUBLIC)
+def test_what_public_tokenizers_do_to_a_text_is_accepted(bpe: Tokenizer, name: str, tmp_path: Path):
+    backend = tokenizers.Tokenizer.from_str(bpe.backend.to_str())
+    for part, value in zip(("normalizer", "pre_tokenizer", "post_processor", "decoder"), OF_PUBLIC[name], strict=True):
+        if value is not None:
+            setattr(backend, part, value)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = load_tokenizer(str(tmp_path / "tokenizer.json")), "The naïve  ﷺ"
+    assert tokenizer.encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("times", [1, 4, 1000])
+def test_a_text_that_may_grow_is_encoded_in_smaller_windows(
+    times: int, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    backend, text, sizes = tokenizers.Tokenizer.from_str(bpe.backend.to_str()), "the quick " * 4000, []
+    backend.normalizer = N.Replace("#", "#" * times)  # a byte-level tokenizer makes up to 4 of each
+    tokenizer = Tokenizer(backend, "x")
+    real = tokenizer._tokens
+    monkeypatch.setattr(tokenizer, "_tokens", lambda text: (sizes.append(len(text)), real(text))[1])
+    assert tokenizer.encode(text).tolist() == backend.encode(text).ids
+    assert max(sizes, default=0) <= 8 * (1 << 24) // (4 * times)
+    assert (sizes == []) == (times <= 4)
 
 
 def test_tokenizer_without_a_separator_is_refused():

@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tilemoe.checks import expand_user, parse_json, told
 from tilemoe.data.corpus import Corpus, clean_text, split_parts
+from tilemoe.data.tokenizer_limits import MOST_GROWN, require_loadable, require_usable, text_growth
 from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
 from tilemoe.files import only_one_process, read_text, write_atomic
 
@@ -77,11 +78,13 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, chat_template: ChatTemplate | None = None) -> None:
-        """ValueError, naming ``name``, if no token of ``backend`` can separate documents."""
+        """ValueError, naming ``name``: no token of ``backend`` separates documents, or it makes texts too long."""
         self.name, self.chat_template = name, chat_template
         self.backend = backend
         self.backend.no_truncation()
         self.backend.no_padding()
+        with _readable(name, "is refused"):
+            self._most = MOST_GROWN // text_growth(backend)
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         separator = next((token for token in SEPARATORS if token in vocabulary), None)
         if separator is None:
@@ -106,10 +109,10 @@ class Tokenizer:
         ValueError: a long text cannot be encoded in windows, see `tilemoe.data.windows`.
         """
         texts = [clean_text(text) for text in texts]
-        short = [text for text in texts if len(text) <= _PIECE]
+        short = [text for text in texts if len(text) <= self._size]
         ids_of_short = iter(self._ids(short))
         return [
-            next(ids_of_short) if len(text) <= _PIECE else np.concatenate(list(self.encode_parts(pieces_of(text))))
+            next(ids_of_short) if len(text) <= self._size else np.concatenate(list(self.encode_parts(pieces_of(text))))
             for text in texts
         ]
 
@@ -147,7 +150,12 @@ class Tokenizer:
     def _tokens_of_parts(self, parts: Iterable[str]) -> Iterator[Tokens]:
         # Unigram splits a long run of one character depending on the run's end, BPE depending on its start.
         num_different = 4 if isinstance(self.backend.model, models.Unigram) else 1
-        return tokens_of_parts(parts, _PIECE, self._tokens, num_different)
+        return tokens_of_parts(parts, self._size, self._tokens, num_different)
+
+    @property
+    def _size(self) -> int:
+        """The most characters that the library gets at a time."""
+        return min(_PIECE, self._most)
 
     def _tokens(self, text: str) -> Tokens:
         with _readable(self.name, "cannot encode a text"):
@@ -294,17 +302,23 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
     with _readable(str(path), "cannot be read", fix):
-        return tokenizers.Tokenizer.from_str(read_text(path))
+        text = read_text(path)
+        settings = parse_json(text)
+        if isinstance(settings, dict):  # if not, the library says so
+            require_loadable(settings)
+        backend = tokenizers.Tokenizer.from_str(text)
+        require_usable(backend)
+        return backend
 
 
 @contextlib.contextmanager
 def _readable(name: str, what: str, fix: str = "correct its tokenizer.json") -> Iterator[None]:
-    """Turn the library's errors about a tokenizer.json (a plain Exception or a Rust panic) into ValueError."""
+    """Turn errors about a tokenizer.json (the library's are a plain Exception or a Rust panic) into ValueError."""
     try:
         yield
     except BaseException as error:
         is_theirs = type(error) is Exception or type(error).__name__ == "PanicException"
-        if not is_theirs and not isinstance(error, (OSError, UnicodeDecodeError)):
+        if not is_theirs and not isinstance(error, (OSError, ValueError)):
             raise
         raise ValueError(f"tokenizer {name!r}: {what} ({told(error)}); {fix}") from error
 
