@@ -88,12 +88,13 @@ REFUSALS = (
     "another process is training in it; ",
     "another process has trained in it and deleted step_.*; run the same command again when that process has ended",
     "is not empty; add --resume",
-    "holds checkpoints, perhaps of a run that has just begun; run the command with --resume",
+    "holds checkpoints, perhaps of a run that began meanwhile; .* the same command with --resume auto goes on",
 )
 
 
 @pytest.mark.parametrize("options", [(), ("--resume", "auto")], ids=["new", "resume"])
-@pytest.mark.parametrize("order", some("one folder", OF_FOLDER, 150))
+# In the last one, A trains to the end while B prepares its data.
+@pytest.mark.parametrize("order", [*some("one folder", OF_FOLDER, 150), "ABAAAAABBBBB"])
 def test_one_folder(order: str, options: tuple[str, ...], recipe: Recipe, expected: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = command(recipe, run_dir, *options)

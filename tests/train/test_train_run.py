@@ -43,7 +43,7 @@ def test_a_run_is_not_started_over_another_nor_beside_it(dense_recipe: Recipe) -
     assert not any(folder.iterdir())
     train(dense_recipe)
     before = (folder / "metrics.jsonl").read_bytes()
-    with raises_one_line("holds checkpoints, perhaps of a run .*; run the command with --resume"):
+    with raises_one_line("holds checkpoints, perhaps of a run .*; .* with --resume auto goes on from the newest"):
         train(dense_recipe)
     assert (folder / "metrics.jsonl").read_bytes() == before
     with raises_one_line("not empty; add --resume"):

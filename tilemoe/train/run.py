@@ -346,8 +346,8 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None, repor
     """Load ``checkpoint``, or what came after it, into the trainer; clear the run's folder of what is newer."""
     if checkpoint is None and list_checkpoints(run_dir):
         raise ValueError(
-            f"train.out_dir {run_dir} holds checkpoints, perhaps of a run that has just begun; run the command with "
-            "--resume to go on in it, or choose another --train.out-dir"
+            f"train.out_dir {run_dir} holds checkpoints, perhaps of a run that began meanwhile; once it has ended, the "
+            "same command with --resume auto goes on from the newest, or choose another --train.out-dir"
         )
     require_own(trainer.recipe, 0 if checkpoint is None else checkpoint.state.step)
     if checkpoint is not None:
