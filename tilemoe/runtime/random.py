@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _CELLS = 1 << 16  # cells of equal probability; the normal distribution's quantiles are interpolated in each
-_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24  # elements drawn at once; on a CPU they fit in a core's cache
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24  # elements drawn at once by a CPU's thread, which fit in its cache; by a GPU
 
 
 def normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
@@ -63,7 +63,8 @@ def _fill(weight: Tensor, value: Callable[[Tensor], Tensor], generator: torch.Ge
     column = torch.arange(first, first + columns, dtype=torch.int32, device=local.device) * _signed(0x9E3779B9, 32)
     whole = local.contiguous()
     matrix = whole.view(-1, columns)
-    step = max(1, (_CPU_CHUNK if local.device.type == "cpu" else _GPU_CHUNK) // columns)
+    chunk = _CPU_CHUNK * torch.get_num_threads() if local.device.type == "cpu" else _GPU_CHUNK
+    step = max(1, chunk // columns)
     for begin in range(0, matrix.shape[0], step):
         of_rows = seeds[begin : begin + step]
         matrix[begin : begin + step] = value(_mix32(column + of_rows[:, :1], of_rows[:, 1:]))
