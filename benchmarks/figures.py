@@ -3,8 +3,8 @@
     python benchmarks/figures.py
 
 overview: time and peak memory of each peer over ours, of the layer and of steps of transformers' models (the README's).
-layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. end_to_end, finetune:
-losses.
+layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. end_to_end, finetune,
+ways: losses.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def draw_all(folder: Path) -> Iterator[Path]:
     yield token_rounding(folder)
     yield end_to_end(folder)
     yield fine_tuning(folder)
+    yield ways(folder)
 
 
 class Bar(NamedTuple):
@@ -176,6 +177,31 @@ def fine_tuning(folder: Path) -> Path:
         axis.legend(fontsize=8)
     axis.set_xlabel("optimiser step")
     return save(figure, folder / "finetune.svg")
+
+
+def ways(folder: Path) -> Path:
+    """Held-out losses of one recipe trained in several ways, and their differences to the first run of top-K."""
+    runs = dict(sorted(record.newest("ways", "way", "seed").items(), reverse=True))  # top-K first
+    of_topk = runs["top-K", min(seed for way, seed in runs if way == "top-K")]
+    base = dict(of_topk["heldout_nats_per_token"])
+    figure = Figure(figsize=(WIDTH, 6), layout="constrained")
+    losses, apart = figure.subplots(2, 1, sharex=True)
+    for ((way, seed), row), style in zip(runs.items(), STYLES[: len(runs)], strict=True):
+        steps, values = zip(*row["heldout_nats_per_token"], strict=True)
+        name = f"{way}, seed {seed}: {values[-1]:.4f}, {row['tokens_per_second']:,.0f} tokens/s ({row['commit'][:7]})"
+        losses.plot(steps, values, label=name, **style.line)
+        percent = [100 * (value / base[step] - 1) for step, value in zip(steps, values, strict=True)]
+        apart.plot(steps, percent, **style.line)
+    losses.set(ylabel="held-out loss, nats/token", yscale="log")
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
+    apart.set(ylabel="difference to top-K, %", xlabel="optimiser step")
+    for axis in (losses, apart):
+        axis.grid(alpha=0.3, which="both")
+    losses.legend(fontsize=8)
+    counts = f"{of_topk['parameters'] / 1e9:.1f} B parameters, {of_topk['training_tokens'] / 1e6:.0f} M tokens"
+    figure.suptitle(f"Recipe 1b, {counts}, on one {of_topk['gpu']} each")
+    return save(figure, folder / "ways.svg")
 
 
 def curve_name(row: Row) -> str:

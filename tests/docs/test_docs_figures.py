@@ -37,6 +37,18 @@ def table(page: str, first: str) -> list[list[str]]:
     return cells
 
 
+def test_ways_of_training() -> None:
+    runs = newest("ways", "way", seed=0)
+    page = " ".join((ROOT / "docs" / "rounding.md").read_text(encoding="utf-8").split())
+    losses = [f"{runs[way]['heldout_nats_per_token'][-1][1]:.4f} nats/token held out" for way in ("nearest", "top-K")]
+    assert f'"nearest" ended at {losses[0]}, top-K at {losses[1].split()[0]}.' in page
+    speeds = [f"{runs[way]['tokens_per_second']:,.0f}" for way in ("nearest", "top-K")]
+    assert f"processed {speeds[0]} tokens/s instead of {speeds[1]}." in page
+    for row in runs.values():
+        ours, theirs = row["exported_nats_per_token"].values()
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_token_rounding() -> None:
     pairs, topk = {}, {}
     for row in record.rows("token_rounding", mode="sustained"):
