@@ -131,6 +131,14 @@ def check_as_one_process() -> None:
                 assert error(got, want) > 0.01, name
 
 
+def check_nothing_anywhere() -> None:
+    """No rank has a token, and then no token has an expert."""
+    for tokens in (0, 3):
+        case = Case(lambda rank, count: torch.full((count, K), E, device=device_of_rank()), torch.bfloat16, tokens)
+        for name, found in case.shared("fp8", case.x, case.do).items():
+            assert not found.any(), name
+
+
 def check_what_is_not_finite_stays_in_its_token() -> None:
     """In x and in do; all other tokens have the bits that they had."""
     case = Case(ids_spread, torch.bfloat16)
@@ -165,6 +173,19 @@ def check_volume() -> None:
     assert x == do == (copies * (D + 4), WORDS)
     assert [plain[2], plain[4]] == [(copies * 2 * D, D)] * 2
     assert (sizes, pairs, o, dx, ds) == (plain[0], plain[1], plain[3], plain[5], plain[6])
+
+
+def check_without_gradients() -> None:
+    case = Case(ids_spread, torch.bfloat16)
+    expected = case.shared("fp8", case.x, case.do)["o"]
+    w1, w2, b1, b2 = (weight[experts_of(dist.get_rank())] for weight in case.weights)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            dispatcher = dispatcher_in("fp8")
+            here = dispatcher.dispatch(case.x, case.plan, case.scores)
+            assert here.sent.precision == "fp8"
+            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2, precision="fp8")
+            assert_error("o", dispatcher.combine(sums, here), expected, 0.01)
 
 
 def config(d: int = D, n: int = N, precision: str = "fp8") -> MoEConfig:
@@ -243,6 +264,18 @@ def check_checkpointing() -> None:
         sent.append([row for _, row in log].count(WORDS))
     assert_equal(*found)
     assert sent == [2 if IS_COLLECTIVE else 3, 3], "x and do; and x once more"
+
+
+def check_replayed_routing() -> None:
+    """The record of a forward, given again, and other experts than the router's."""
+    whole, layer = make_layers(config(), torch.bfloat16)
+    x = torch.randn(TOKENS[dist.get_rank()], D).to(device_of_rank(), torch.bfloat16)
+    recorded = layer(x)
+    assert_equal(layer(x, expert_ids=recorded.expert_ids).hidden, recorded.hidden)
+    others = (recorded.expert_ids + 1) % E
+    found, expected = (each(x, expert_ids=others).hidden for each in (layer, whole))
+    assert_error("o", found, expected, LIMITS[x.dtype])
+    assert error(found, recorded.hidden) > 0.1
 
 
 def check_errors() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_one_line
+from helpers import raises_one_line, redraw
 from hf_models import FAMILIES, VOCAB
 from parallel_checks import (
     LIMIT_32,
@@ -49,6 +49,7 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.layers.lora import add_lora
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel import expert_parallel
 from tilemoe.plan import RoutingPlan
@@ -320,6 +321,27 @@ def check_h_in_fp8() -> None:
         assert_same(got, want, LIMIT_32, partial(limits_of, plain, of_one, torch.float32))
 
 
+def make_net_with_adapters(dtype: torch.dtype) -> Net:
+    return with_adapters(make_net(dtype))
+
+
+def make_net_in_4_bit(dtype: torch.dtype) -> Net:
+    """Experts in doubly quantised NF4, whose blocks are 64 wide."""
+    torch.manual_seed(0)
+    wide = partial(replace, hidden_size=64, intermediate_size=128, initializer_range=0.1)
+    return with_adapters(Net(MoE(wide(OTHER)), wide(CFG)), storage="nf4_double").to(device_of_rank(), dtype)
+
+
+def with_adapters(net: Net, **options: Any) -> Net:
+    redraw(add_lora(net, 3, 6.0, **options), 0.1, seed=5)
+    return net
+
+
+def check_adapters() -> None:
+    assert_as_one_process(make_net_with_adapters, ep_and_fsdp())
+    assert_as_one_process(make_net_in_4_bit, ep_and_fsdp())
+
+
 def check_transformers() -> None:
     integration.unregister()
     tables = dict(ALL_EXPERTS_FUNCTIONS)
@@ -350,6 +372,15 @@ def check_activation_checkpointing() -> None:
                 results.append(backward(model, shared=True, expert_ids=expert_ids))
             want, got = results
             assert_within({name: (error(got.gradients[name], g), 0.0) for name, g in want.gradients.items()})
+
+
+def check_compiled() -> None:
+    for dtype, limit in zip(DTYPES, (LIMIT_64, LIMIT_32), strict=True):
+        one, many = make_net(dtype), make_net(dtype)
+        many.first.compile(backend="eager")
+        share(many, ep_and_fsdp())
+        limits = partial(limits_of, make_net, gradients_of_one, dtype)
+        assert_same(backward(many, shared=True), backward(one, shared=False), limit, limits)
 
 
 def check_mixed_precision() -> None:
