@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import figures
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
+from tilemoe import plots
 from tilemoe.bench import record
 
 
@@ -24,3 +28,21 @@ def test_the_figures_in_the_tree_are_those_that_are_drawn(tmp_path: Path) -> Non
     assert names <= set(drawn["end_to_end.svg"])
     values = {f"{value:.2f}" for bar in figures.newest_bars() for value in (bar.time, bar.memory)}
     assert values <= set(drawn["overview.svg"])
+
+
+def test_labels_keep_clear_of_frames_and_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no figure is wider than the site's column, where its texts would shrink."""
+    drawn: dict[Path, Figure] = {}
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.update({path: figure}) or path)
+    assert len(list(figures.draw_all(tmp_path))) == len(drawn)
+    for path, figure in drawn.items():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        assert figure.get_figwidth() <= plots.WIDTH, path.name
+        for axes in figure.axes:
+            frame = axes.get_window_extent()
+            boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+            assert all(frame.y0 < box.y0 and box.y1 < frame.y1 for box in boxes), path.name
+            ticks = [label.get_window_extent() for label in axes.get_xticklabels() if not label.get_rotation()]
+            for row in (boxes, ticks):
+                assert not any(one.overlaps(other) for at, one in enumerate(row) for other in row[:at]), path.name

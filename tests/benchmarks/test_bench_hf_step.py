@@ -44,3 +44,19 @@ def test_step_records_every_implementation(capsys: pytest.CaptureFixture[str]) -
     assert ours["held"] == (ours["ratio"] >= 1.35)
     assert ours["noise"]["grad_difference"].keys() == {"experts", "router", "rest"}
     assert "of 1.35 asked" in capsys.readouterr().out
+
+
+def test_a_bar_is_held_by_time_and_memory() -> None:
+    case = hf_step.MODELS["OLMoE-1B-7B"]
+    agreed = {
+        name: {"problem": None, "loss": 1.0, "grad_difference": {}} for name in ("tilemoe", "grouped_mm", "eager")
+    }
+    names = ["tilemoe", "grouped_mm"]
+
+    def held(ours_ms: float, ours_bytes: int) -> bool:
+        ms = {"tilemoe": [ours_ms] * 3, "grouped_mm": [3.0] * 3}
+        return hf_step.rows_of(case, agreed, ms, {"tilemoe": ours_bytes, "grouped_mm": 10}, names)[0]["held"]
+
+    assert held(2.0, 10)
+    assert not held(2.1, 10)
+    assert not held(2.0, 11)

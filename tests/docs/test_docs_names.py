@@ -7,14 +7,20 @@ with a commit behind it, `path.py` at a207b99, may have gone.
 from __future__ import annotations
 
 import ast
+import os
 import re
+import runpy
+import traceback
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import tilemoe
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 
 ROOT = Path(__file__).parents[2]
 LAB = ROOT / "docs" / "lab"
@@ -93,6 +99,36 @@ def test_the_citation_is_of_this_version() -> None:
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(prose(page)) if "://" not in link]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_formulas_are_typeset() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    blocks = list(hooks["FORMULAS"].finditer((ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")))
+    assert len(blocks) == 5
+    shown = "".join(map(hooks["typeset"], blocks))
+    assert "∑<sub>r of e</sub> <var>dh</var><sub>r</sub> <var>x</var><sub>t(r)</sub><sup>T</sup>" in shown
+    assert "⟨<var>da'</var><sub>r</sub>, <var>a</var><sub>r</sub>⟩ + ⟨<var>do</var><sub>r</sub>," in shown
+    assert re.findall(r"_(?:[ret]|t\(r\))(?!\w)|\^|sum over|[<>]", re.sub(r"<[^>]+>", "", shown)) == []
+
+
+def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the table's frames those above the backend, met on a CPU."""
+    text = prose(ROOT / "docs" / "architecture.md")
+    told = [re.search(NAME, line) for line in text.splitlines() if re.match(r"\| \d \|", line)]
+    frames = [f"{row[1]}:{row[2].rpartition('.')[2]}" for row in told if row]
+    backend = next(place for place, frame in enumerate(frames) if frame.endswith("backend.py:up_proj_act"))
+    met: list[str] = []
+
+    def up_proj_act(self: TorchBackend, *args: Any) -> Any:
+        package = str(ROOT / "tilemoe") + os.sep
+        stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+        met.extend(f"{Path(frame.filename).relative_to(package).as_posix()}:{frame.name}" for frame in stack)
+        return original(self, *args)
+
+    original = TorchBackend.up_proj_act
+    monkeypatch.setattr(TorchBackend, "up_proj_act", up_proj_act)
+    tilemoe.MoE(tilemoe.MoEConfig(16, 8, 4, 2))(torch.randn(3, 16))
+    assert met == frames[:backend]
 
 
 @cache
