@@ -3,15 +3,15 @@
     python benchmarks/jobs.py startup --processes 1,4 -- --recipe 1b --train.steps 12 --train.save-every 4
     python benchmarks/jobs.py soak --processes 4 -- --recipe cpu-4 --train.steps 600 --train.save-every 50
     python benchmarks/jobs.py tiny --seeds 0,1,2
-    python benchmarks/jobs.py ways --ways top-K,nearest,fp8 --seeds 0 -- --recipe 1b --data.corpus FOLDER
+    python benchmarks/jobs.py ways --runs top-K:0,top-K:1,nearest:0,fp8:0 -- --recipe 1b --data.corpus FOLDER
 
 startup: a run with empty caches of compiled kernels, one with warm ones, and one that goes on with it for as many
 steps; a row has the seconds to the end of the first step, those after the last one, and every phase of rank 0.
 soak: a run of all steps, and one of which a rank is killed at a third (torchrun starts it again) and which goes on
 with half the processes from two thirds on; a row has the losses of both.
 tiny: the recipe against its dense twin: equal FLOPs per token, as many tokens; each with its own settings.
-ways: one recipe and seed with other routing, precision or optimiser, a GPU for each run, as many at once as there are
-GPUs; a row has the held-out losses along the run, and those of the exported model here and in transformers.
+ways: one recipe with other routing, precision, optimiser or seed; each run has a GPU, and as many run at once as there
+are GPUs. A row has the held-out losses along the run, and the exported model's here and in transformers.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ def twins(seed: int, folder: Path) -> list[Row]:
     return rows
 
 
-def ways(names: list[str], seeds: list[str], options: list[str], folder: Path) -> None:
-    """A run of each way and seed; its row is appended as soon as it is done."""
+def ways(runs: list[tuple[str, str]], options: list[str], folder: Path) -> None:
+    """A run of each (way, seed); its row is appended as soon as it is done."""
     gpus: SimpleQueue[int] = SimpleQueue()
     for gpu in range(torch.cuda.device_count()) or (-1,):
         gpus.put(gpu)
-    at_once = min(gpus.qsize(), len(names) * len(seeds))
+    at_once = min(gpus.qsize(), len(runs))
 
     def measure(way: str, seed: str) -> None:
         gpu, run_dir = gpus.get(), folder / f"{way}-{seed}"
@@ -178,8 +178,8 @@ def ways(names: list[str], seeds: list[str], options: list[str], folder: Path) -
         record.append("ways", [{"way": way, "seed": int(seed), "at_once": at_once, "options": named, **row}])
 
     with ThreadPoolExecutor(at_once) as pool:
-        for run in [pool.submit(measure, way, seed) for seed in seeds for way in names]:
-            run.result()
+        for done in [pool.submit(measure, way, seed) for way, seed in runs]:
+            done.result()
 
 
 def losses_of(run_dir: Path) -> Row:
@@ -219,14 +219,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["startup", "soak", "tiny", "ways"])
     parser.add_argument("--processes", default="4", help="numbers, separated by commas")
-    parser.add_argument("--seeds", default="0", help="of tiny and ways, separated by commas")
-    parser.add_argument("--ways", default="all", help=f"of {', '.join(WAYS)}, separated by commas")
+    parser.add_argument("--seeds", default="0", help="of tiny, separated by commas")
+    parser.add_argument("--runs", default="top-K:0", help=f"WAY:SEED, separated by commas; WAY of {', '.join(WAYS)}")
     args = parser.parse_args(given)
     seeds, processes = args.seeds.split(","), map(int, args.processes.split(","))
     with tempfile.TemporaryDirectory() as folder:
         match args.what:
             case "ways":
-                ways(list(record.selected("way", args.ways, WAYS)), seeds, options, Path(folder))
+                runs = [(way, seed or "0") for way, _, seed in (run.partition(":") for run in args.runs.split(","))]
+                if unknown := {way for way, _ in runs} - WAYS.keys():
+                    parser.error(f"--runs: unknown ways {sorted(unknown)}")
+                ways(runs, options, Path(folder))
             case "tiny":
                 for seed in seeds:
                     record.append("tiny", twins(int(seed), Path(folder) / seed))

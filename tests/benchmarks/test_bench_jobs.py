@@ -17,7 +17,7 @@ def test_ways_are_runs_of_one_seed(results: Path, tmp_path: Path) -> None:
         (corpus / f"{number}.txt").write_text(f"{number} and {number * number} are a number and its square.\n" * 20)
     options = ["--recipe", "smoke", "--data.corpus", str(corpus), "--data.heldout-every", "4", "--train.steps", "6"]
     more = ["--train.eval-every", "3", "--train.save-every", "0", "--train.log-every", "2", "--train.no-plot"]
-    jobs.ways(["top-K", "nearest"], ["1"], options + more, tmp_path)
+    jobs.ways([("top-K", "1"), ("nearest", "1")], options + more, tmp_path)
     topk, nearest = record.rows("ways")
     assert [topk["way"], nearest["way"]] == ["top-K", "nearest"]
     assert str(corpus) not in topk["options"], "no machine's paths"
