@@ -1,6 +1,6 @@
 """A layer's cold start on one GPU; a row is appended to results/cold.jsonl.
 
-    python benchmarks/run.py cold --cases 7B-n256,OLMoE
+    python benchmarks/cold.py --cases 7B-n256,OLMoE
 
 Seconds from the first call to the last gradient in a fresh process with empty caches, then for each further size, then
 for another number of tokens.
