@@ -3,8 +3,7 @@
     python benchmarks/figures.py
 
 overview: time and peak memory of each peer over ours, of the layer and of steps of transformers' models (the README's).
-layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. end_to_end, finetune,
-ways: losses.
+layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. finetune, ways: losses.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def draw_all(folder: Path) -> Iterator[Path]:
     rows = newest_rows("kernels", "sustained", None, "case", "kernel")
     yield save(plots.kernels_figure(rows, "sustained"), folder / "kernels-sustained.svg")
     yield token_rounding(folder)
-    yield end_to_end(folder)
     yield fine_tuning(folder)
     yield ways(folder)
 
@@ -139,25 +137,6 @@ def token_rounding(folder: Path) -> Path:
     return save(figure, folder / "token-rounding.svg")
 
 
-def end_to_end(folder: Path) -> Path:
-    """Losses of each recorded pre-training: in training a thin line, held out its marks."""
-    rows = record.rows("end_to_end")
-    figure = Figure(figsize=(WIDTH, 4), layout="constrained")
-    axis = figure.subplots()
-    for row, style in zip(rows, STYLES, strict=False):
-        training, heldout = row["pretrain"]["training"], row["pretrain"]["heldout"]
-        axis.plot(*zip(*training, strict=True), lw=0.6, color=style.colour)
-        points = [(step, loss) for step, loss, *_ in heldout]
-        axis.plot(*zip(*points, strict=True), label=f"{curve_name(row)} ({row['commit'][:7]})", **style.line)
-    axis.set(xlabel="optimiser step", ylabel="loss, nats/token", ylim=(1, None))
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, title_fontsize=8, title="held out; thin lines: in training")
-    tokens = sorted({row["training_tokens"] for row in rows})
-    counts = ", ".join(f"{count / 1e6:.1f} M" for count in tokens)
-    figure.suptitle(f"Pre-training of {rows[0]['recipe']}, {counts} tokens")
-    return save(figure, folder / "end_to_end.svg")
-
-
 def fine_tuning(folder: Path) -> Path:
     """Losses of adapters on each full-size model, by what its experts are stored and computed in."""
     rows = [row for row in record.rows("finetune") if row["mode"] in ("sft", "train") and row["layers"] >= FULL_SIZE]
@@ -202,13 +181,6 @@ def ways(folder: Path) -> Path:
     counts = f"{of_topk['parameters'] / 1e9:.1f} B parameters, {of_topk['training_tokens'] / 1e6:.0f} M tokens"
     figure.suptitle(f"Recipe 1b, {counts}, on one {of_topk['gpu']} each")
     return save(figure, folder / "ways.svg")
-
-
-def curve_name(row: Row) -> str:
-    """Optimiser and rate, of the command's arguments."""
-    given = dict(zip(row["arguments"][::2], row["arguments"][1::2], strict=True))
-    optimiser = {"muon": "Muon", "adamw": "AdamW"}[given.get("--optim.name", "adamw")]
-    return f"{optimiser}, learning rate {float(given['--optim.lr']):g}"
 
 
 if __name__ == "__main__":

@@ -152,7 +152,6 @@ def twins(seed: int, folder: Path) -> list[Row]:
         result = json.loads((folder / recipe / "result.json").read_bytes())
         kept = {key: result[key] for key in KEPT}
         rows.append({"recipe": recipe, "seed": seed, **kept, "wall_seconds": round(seconds, 1)})
-        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -222,7 +221,6 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="of tiny, separated by commas")
     parser.add_argument("--runs", default="top-K:0", help=f"WAY:SEED, separated by commas; WAY of {', '.join(WAYS)}")
     args = parser.parse_args(given)
-    seeds, processes = args.seeds.split(","), map(int, args.processes.split(","))
     with tempfile.TemporaryDirectory() as folder:
         match args.what:
             case "ways":
@@ -231,14 +229,12 @@ def main() -> None:
                     parser.error(f"--runs: unknown ways {sorted(unknown)}")
                 ways(runs, options, Path(folder))
             case "tiny":
-                for seed in seeds:
+                for seed in args.seeds.split(","):
                     record.append("tiny", twins(int(seed), Path(folder) / seed))
-            case "startup":
-                for number in processes:
-                    record.append("cold", startup(number, options, Path(folder) / str(number)))
-            case "soak":
-                for number in processes:
-                    record.append("soak", soak(number, options, Path(folder) / str(number)))
+            case "startup" | "soak":
+                measure, file = (startup, "cold") if args.what == "startup" else (soak, "soak")
+                for number in args.processes.split(","):
+                    record.append(file, measure(int(number), options, Path(folder) / number))
 
 
 if __name__ == "__main__":

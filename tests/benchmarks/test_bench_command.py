@@ -1,8 +1,7 @@
-"""`tilemoe bench` from end to end on CPU, and run.py's cold start: short spells and small sizes, the rest is real."""
+"""`tilemoe bench` from end to end on CPU, and cold.py's start: short spells and small sizes, the rest is real."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import asdict
@@ -10,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import cold
 import pytest
-import run
 import torch
 
 from tilemoe.bench import cases, confirm, kernels, peers, record, step, timing
@@ -168,14 +167,11 @@ def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytes
         assert first["tokens_per_s"] == pytest.approx(1e3 * first["num_tokens"] / first["step_ms"]["median"], rel=0.01)
 
 
-def test_a_cold_start_is_timed_for_each_case_and_other_tokens(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cold_start_is_timed_for_each_case_and_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "MAIN", SHAPES)
-    monkeypatch.setattr(run, "DEVICE", "cpu")
-    monkeypatch.setattr(run, "COLD_TOKENS", 11)
-    run.cold_child(argparse.Namespace(cases="main", peers="tilemoe"))
-    seconds = json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]
+    monkeypatch.setattr(cold, "DEVICE", "cpu")
+    monkeypatch.setattr(cold, "COLD_TOKENS", 11)
+    seconds = cold.cold("main", "tilemoe")
     assert list(seconds) == ["7B-n256", "OLMoE", "OLMoE, 11 tokens"]
     assert all(value >= 0 for value in seconds.values())
 

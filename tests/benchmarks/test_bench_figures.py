@@ -23,9 +23,8 @@ def test_the_figures_in_the_tree_are_those_that_are_drawn(tmp_path: Path) -> Non
     drawn = {path.name: drawn_texts(path) for path in figures.draw_all(tmp_path)}
     assert drawn == {path.name: drawn_texts(path) for path in kept.iterdir()}
     assert min(map(len, drawn.values())) > 10
-    names = {f"{figures.curve_name(row)} ({row['commit'][:7]})" for row in record.rows("end_to_end")}
-    assert len(names) == len(record.rows("end_to_end"))
-    assert names <= set(drawn["end_to_end.svg"])
+    runs = {f"{way}, seed {seed}:" for way, seed in record.newest("ways", "way", "seed")}
+    assert runs == {f"{text.partition(':')[0]}:" for text in drawn["ways.svg"] if ", seed " in text}
     values = {f"{value:.2f}" for bar in figures.newest_bars() for value in (bar.time, bar.memory)}
     assert values <= set(drawn["overview.svg"])
 
