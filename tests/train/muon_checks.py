@@ -71,10 +71,14 @@ class Gathers(TorchDispatchMode):
 
 
 def check_given_gradients_move_weights_as_in_one_process() -> None:
-    """However matrices are divided, up to fp32's rounding; experts' are sent only where their rows are divided."""
+    """However matrices are divided, up to fp32's rounding; experts' are sent only where their rows are divided.
+
+    Gloo gathers what NCCL sends all to all, padded to as many as there are processes.
+    """
+    matrices_of: dict[ParallelConfig, Counter[tuple[int, ...]]] = {}
     for config, experts, sent in (
         (EXACT, 8, []),
-        (EXACT, 6, [(6, 8, 16), (6, 4, 16)]),  # a fourth of the rows
+        (EXACT, 6, [(8, 8, 16), (8, 4, 16), (2, 32, 16), (2, 16, 16)]),  # a fourth of the rows, then two whole experts
         (HSDP, 8, []),
         (EP_FSDP, 8, []),
         (EP_FSDP, 6, [(3, 16, 16), (3, 8, 16)]),  # half the rows of this process' three experts
@@ -91,11 +95,15 @@ def check_given_gradients_move_weights_as_in_one_process() -> None:
             with Gathers() as gathers:
                 optimizer.step()
             assert all(dtype == torch.bfloat16 for _, dtype in gathers.seen)
-            shapes = Counter(shape for shape, _ in gathers.seen)
-            stacks = {shape: count for shape, count in shapes.items() if len(shape) == 3}
-            assert stacks == dict.fromkeys(sent, 2), shapes  # two MoE layers
-            # Once each: q, k, v and o of three layers; dense w1 and w2; shared w1 and w2 of two layers.
-            assert shapes.total() - 2 * len(sent) == 18, shapes
+            shapes = [shape for shape, _ in gathers.seen]
+            # Nine of six rows, q, k and v of all layers: two rows of each, then three or five whole, in padded rows.
+            assert (
+                {(10, 3, 16), (5, 6, 16)} < set(shapes) if config is HSDP else {(12, 2, 16), (3, 8, 16)} < set(shapes)
+            )
+            matrices = matrices_of.setdefault(config, Counter(shapes))
+            assert Counter(shapes) - matrices == Counter(2 * sent), shapes  # two MoE layers
+            # Of one shape, there and back: q, k and v; o; dense w1; dense w2; shared w1; shared w2.
+            assert matrices.total() == 2 * 6, shapes
         assert_near((many, optimizer), (one, reference), 1e-6)
 
 

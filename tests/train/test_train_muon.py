@@ -55,7 +55,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     ],
 )
 def test_matrices_move_as_by_torchs_muon(shape: tuple[int, int], settings: MuonConfig) -> None:
-    """Three that have a gradient, one that has none."""
+    """Three of one shape, which are orthogonalised together, one without a gradient."""
     config = replace(CONFIG, muon=settings)
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for _ in range(4)]
@@ -65,6 +65,25 @@ def test_matrices_move_as_by_torchs_muon(shape: tuple[int, int], settings: MuonC
     for left, right in zip(got, stepped(single, grads, theirs(single, config)), strict=True):
         assert_near(left, right)
     assert ours[3].grad is None
+
+
+def test_stacks_that_are_too_large_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def watched(matrices: Tensor, *settings: object) -> Tensor:
+        sizes.append(len(matrices))
+        return newton_schulz(matrices, *settings)  # type: ignore[arg-type]
+
+    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(7)]
+    grads = list(gradients((7, 4, 4)).unbind(1))
+    want = stepped(weights, grads, MuonWithAdamW([muon_group(weights, CONFIG)]))
+    monkeypatch.setattr(muon, "_LARGEST_STACK", 3 * 16)
+    monkeypatch.setattr(muon, "newton_schulz", watched)
+    again = [nn.Parameter(torch.ones(4, 4)) for _ in range(7)]
+    got = stepped(again, grads, MuonWithAdamW([muon_group(again, CONFIG)]))
+    assert sizes == [3, 3, 1] * 4
+    for left, right in zip(got, want, strict=True):
+        assert_near(left, right)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

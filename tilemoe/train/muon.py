@@ -1,25 +1,26 @@
 """Muon for weight matrices, single or stacked by experts, and AdamW for all other parameters, in one optimiser.
 
-B matrices of a stack · m, n rows and columns of a matrix
+B matrices of a stack · m, n rows and columns of a matrix · m', n' rows and columns of this process' shard of it
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
 from tilemoe.runtime.device import has_fast_gemm
-from tilemoe.runtime.random import local_of, shared_as
+from tilemoe.runtime.random import local_of
 from tilemoe.train.config import OptimConfig
 
 _EPS = 1e-7  # lower bound of the norm in the division, as in torch.optim.Muon
+_LARGEST_STACK = 1 << 26  # most elements of matrices that are sent and orthogonalised together
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
@@ -81,8 +82,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
       ``sqrt(max(1, m/n))``, match_rms_adamw is ``0.2 sqrt(max(m, n))`` (arXiv 2502.16982, equation 4).
 
     A stack (B, m, n) is B such matrices; a matrix of gate and up is two with m/2 rows, each with its own r. If matrices
-    are sharded by rows or columns, each process gathers them in bf16 and orthogonalises them whole. A stack that is
-    sharded by whole matrices stays where it is.
+    are sharded by rows or columns, they are redistributed in bf16, all of one shape together, so that each process gets
+    some whole matrices. A stack that is sharded by whole matrices stays where it is.
 
     State per parameter, sharded like it: ``momentum_buffer``; for AdamW ``exp_avg``, ``exp_avg_sq`` and ``step``.
     """
@@ -99,21 +100,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                for parameter, gate_up in zip(group["params"], group["gate_up"], strict=True):
-                    if parameter.grad is not None:
-                        self._step_muon(parameter, gate_up, group)
+                for stack, gate_up in _stacks(group):
+                    self._step_muon(stack, gate_up, group)
             elif parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
                 self._step_adamw(parameters, group)
         return loss
 
-    def _step_muon(self, parameter: Tensor, gate_up: str | None, group: dict[str, Any]) -> None:
-        """Update a matrix or a stack."""
-        direction = _orthogonalise(self._update(parameter, group), parameter, gate_up, group)
-        rows = parameter.shape[-2] // (2 if gate_up else 1)
-        ratio = _lr_ratio(rows, parameter.shape[-1], group["adjust_lr_fn"])
-        local = local_of(parameter)
-        local.mul_(1 - group["lr"] * group["weight_decay"])
-        local.add_(direction, alpha=-group["lr"] * ratio)
+    def _step_muon(self, parameters: list[Tensor], gate_up: str | None, group: dict[str, Any]) -> None:
+        """Update matrices of one shape, or one stack."""
+        updates = [self._update(parameter, group) for parameter in parameters]
+        is_stack = parameters[0].ndim == 3
+        part = _orthogonalise(updates[0] if is_stack else torch.stack(updates), parameters[0], gate_up, group)
+        rows = parameters[0].shape[-2] // (2 if gate_up else 1)
+        ratio = _lr_ratio(rows, parameters[0].shape[-1], group["adjust_lr_fn"])
+        for parameter, direction in zip(parameters, [part] if is_stack else part.unbind(), strict=True):
+            local = local_of(parameter)
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(direction, alpha=-group["lr"] * ratio)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum; returns this process' shard of U in bf16, to which `newton_schulz` casts it anyway."""
@@ -150,29 +153,72 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
 
+def _stacks(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], str | None]]:
+    """Batches of parameters that have a gradient, with their ``gate_up``: matrices of one shape and sharding, at most
+    `_LARGEST_STACK` elements together; each stack of experts alone.
+    """
+    alike: dict[tuple[Hashable, str | None], list[Tensor]] = {}
+    for parameter, gate_up in zip(group["params"], group["gate_up"], strict=True):
+        if parameter.grad is None:
+            continue
+        sharing = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
+        key = (parameter.shape, sharing) if parameter.ndim == 2 else id(parameter)
+        alike.setdefault((key, gate_up), []).append(parameter)
+    for (_, gate_up), found in alike.items():
+        count = max(1, _LARGEST_STACK // found[0].numel())
+        for first in range(0, len(found), count):
+            yield found[first : first + count], gate_up
+
+
 def _orthogonalise(part: Tensor, parameter: Tensor, gate_up: str | None, group: dict[str, Any]) -> Tensor:
-    """This process' shard ``part`` of U (m, n) or (B, m, n), sharded like ``parameter`` -> the same shard of
-    `newton_schulz` of U.
+    """This process' shard ``part`` (B, m', n') of matrices U -> the same shard of `newton_schulz` of U. ``parameter``,
+    the stack or one of its matrices, has the placements.
     """
 
     def compute(whole: Tensor) -> Tensor:
-        stack = whole if whole.ndim == 3 else whole[None]
-        settings = group["ns_coefficients"], group["ns_steps"]
         if gate_up is None:
-            return newton_schulz(stack, *settings).reshape(whole.shape)
-        halves = (stack[:, 0::2], stack[:, 1::2]) if gate_up == "interleaved" else stack.tensor_split(2, dim=1)
-        gate, up = newton_schulz(torch.cat(halves), *settings).tensor_split(2)
-        both = torch.stack((gate, up), 2) if gate_up == "interleaved" else torch.cat((gate, up), 1)
-        return both.reshape(whole.shape)
+            return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"])
+        halves = (whole[:, 0::2], whole[:, 1::2]) if gate_up == "interleaved" else whole.tensor_split(2, dim=1)
+        gate, up = newton_schulz(torch.cat(halves), group["ns_coefficients"], group["ns_steps"]).tensor_split(2)
+        return torch.stack((gate, up), 2).flatten(1, 2) if gate_up == "interleaved" else torch.cat((gate, up), 1)
 
     if not isinstance(parameter, DTensor):
         return compute(part)
-    divides_stack = [parameter.ndim == 3 and getattr(at, "dim", None) == 0 for at in parameter.placements]
-    targets = [at if stays else Replicate() for at, stays in zip(parameter.placements, divides_stack, strict=True)]
-    shared: Any = shared_as(parameter, part)
-    whole = shared.redistribute(placements=targets)
-    result: Any = shared_as(whole, compute(whole.to_local()))
-    return result.redistribute(placements=parameter.placements).to_local()
+    divided, shape = parameter.placements, parameter.shape
+    if parameter.ndim == 2:
+        divided, shape = tuple(map(_behind_stack, divided)), torch.Size((len(part), *shape))
+    whole = _whole_placements(divided)
+    if whole == divided:
+        return compute(part)
+    stride, mesh = torch.empty(shape, device="meta").stride(), parameter.device_mesh
+    shared = DTensor.from_local(part, mesh, divided, run_check=False, shape=shape, stride=stride)
+    result = compute(shared.redistribute(placements=whole).to_local())
+    shared = DTensor.from_local(result, mesh, whole, run_check=False, shape=shape, stride=stride)
+    return shared.redistribute(placements=divided).to_local()
+
+
+def _whole_placements(divided: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The placements of a stack (B, m, n) with which each matrix is whole in some process; maybe ``divided`` itself.
+
+    Processes with shards of all matrices each take some whole matrices. One all-to-all there and one back send less
+    than an all-gather of all matrices, and nothing is computed twice. If the stack itself is sharded too, by expert
+    parallelism, that would change the order of its shards, so rows are gathered instead.
+    """
+    by_rows = [placement for placement in divided if _dim(placement) > 0]
+    is_divided = len(by_rows) > 1 or any(_dim(placement) == 0 for placement in divided)
+    target = Replicate() if is_divided else Shard(0)
+    return tuple(target if _dim(placement) > 0 else placement for placement in divided)
+
+
+def _behind_stack(placement: Placement) -> Placement:
+    """The placement of a stack whose matrices each have ``placement``."""
+    assert type(placement) in (Shard, Replicate), placement  # FSDP divides matrices in no other way
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
+def _dim(placement: Placement) -> int:
+    """The sharded dimension; -1: none."""
+    return getattr(placement, "dim", -1)
 
 
 def _lr_ratio(rows: int, columns: int, adjust_lr_fn: str) -> float:
