@@ -14,17 +14,19 @@ from tokenizers import models
 
 from tilemoe.checks import parse_json
 
-MOST_GROWN = 1 << 24  # characters that the library may make of a text, and of the added tokens
-_MOST_TIMES = 1 << 12  # characters made of one: ALBERT's tokenizer, the largest known, counts as 2,592
+MOST_GROWN = 1 << 24  # characters that the library may make of a text
+_MOST_STEPS = 1000  # steps and their parts: the library takes up to 10 microseconds and 1.5 KB for one
+_MOST_TIMES = 1 << 12  # characters made of one: ALBERT's tokenizer, the largest known, counts as 288
+_MOST_TIMES_DECODED = 1 << 20  # characters made of one by encoding and decoding
+_LONGEST_ADDED, _MOST_ADDED = 1 << 16, 1 << 22  # characters of an added token, as normalised, and of all
 _LONGEST_DECODED = 1 << 16  # characters of an id
 _MOST_SEARCHED = 1 << 16  # characters, by Unigram or WordPiece, for each of a text
 _LONGEST_AFFIX = 1 << 8  # characters, which the model adds to every one of a word
 _LONGEST_WORD = 1000  # characters: WordPiece's time grows with the cube
-# By Unicode's tables: NFC and NFD make at most 3 characters of one, NFKC and NFKD 18. Others write bytes or add blanks.
-_TIMES = MappingProxyType(
-    {"NFC": 3, "NFD": 3, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "BertNormalizer": 18, "ByteLevel": 4, "Metaspace": 2}
-    | {"WordPiece": 2, "BPEDecoder": 2, "CTC": 2}
-)
+# By Unicode's tables. None makes its own result longer: a second time counts only if other steps add letters.
+_UNICODE = MappingProxyType({"NFC": 3, "NFD": 3, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "BertNormalizer": 18})
+_TIMES = MappingProxyType({"ByteLevel": 4, "Metaspace": 2, "WordPiece": 2, "BPEDecoder": 3, "CTC": 3})  # bytes, blanks
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def text_growth(backend: tokenizers.Tokenizer) -> int:
@@ -36,6 +38,8 @@ def text_growth(backend: tokenizers.Tokenizer) -> int:
 
 def require_loadable(settings: dict[str, Any]) -> None:
     """ValueError: the library would take too much memory to load the file with ``settings``."""
+    count = sum(1 for name in _STEPS for _ in _tables(settings.get(name)))
+    _require(f"the steps of its {', '.join(_STEPS)}", count, _MOST_STEPS)
     steps = settings | {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     backend = tokenizers.Tokenizer.from_str(json.dumps(steps))
     text_growth(backend)
@@ -45,19 +49,21 @@ def require_loadable(settings: dict[str, Any]) -> None:
         for token in (added if isinstance(added, list) else ())
         if isinstance(token, dict)
     ]
-    _require("the characters of its added_tokens", sum(sizes), MOST_GROWN)
+    _require("the characters of its longest added token", max(sizes, default=0), _LONGEST_ADDED)
+    _require("the characters of its added_tokens", sum(sizes), _MOST_ADDED)
 
 
 def require_usable(backend: tokenizers.Tokenizer) -> None:
     """ValueError: ``backend`` would decode ids to too long a text, or take too long for a word."""
-    longest = max(map(len, backend.get_vocab()), default=0)
-    decoded = longest * _growth(backend.decoder)
-    _require("the characters of its longest token, as its decoder makes them,", decoded, _LONGEST_DECODED)
+    longest, times = max(map(len, backend.get_vocab()), default=0), _growth(backend.decoder)
+    _require("the characters of its longest token, as its decoder makes them,", longest * times, _LONGEST_DECODED)
+    encoded = text_growth(backend)
+    _require("how many times as long encoding and decoding make a text", encoded * times, _MOST_TIMES_DECODED)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         _require(f"the characters of its {name}", len(getattr(backend.model, name, None) or ""), _LONGEST_AFFIX)
     longest_word = getattr(backend.model, "max_input_chars_per_word", 0)
     _require("its max_input_chars_per_word", longest_word, _LONGEST_WORD)
-    searched = (longest if isinstance(backend.model, models.Unigram) else longest_word) * text_growth(backend)
+    searched = (longest if isinstance(backend.model, models.Unigram) else longest_word) * encoded
     _require("the characters that its model searches for each of a text", searched, _MOST_SEARCHED)
 
 
@@ -67,8 +73,16 @@ def _require(what: str, number: float, limit: int) -> None:
 
 
 def _growth(*parts: Any) -> float:
-    settings = [parse_json(part.__getstate__()) for part in parts if part is not None]
-    return math.prod(map(_times, _tables(settings)))
+    steps = list(_tables([parse_json(part.__getstate__()) for part in parts if part is not None]))
+    forms = [str(step["type"]) for step in steps if step.get("type") in _UNICODE]
+    if not any(map(_adds_letters, steps)):
+        forms = list(set(forms))
+    return math.prod([*map(_times, steps), *map(_UNICODE.__getitem__, forms)])
+
+
+def _adds_letters(step: dict[str, Any]) -> bool:
+    """Whether it may write what one of Unicode's forms makes longer, after this form was taken."""
+    return step.get("type") == "Precompiled" or not str(step.get("content", step.get("prepend", ""))).isascii()
 
 
 def _tables(value: Any) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _CELLS = 1 << 16  # cells of equal probability; the normal distribution's quantiles are interpolated in each
-_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24  # elements drawn at once by a CPU's thread, which fit in its cache; by a GPU
+_CPU_CHUNK = 1 << 16  # elements that each thread of a CPU draws at once; they fit in a core's cache
+_GPU_CHUNK = 1 << 24
 
 
 def normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
