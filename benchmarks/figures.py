@@ -9,6 +9,7 @@ layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gain
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -160,20 +161,19 @@ def fine_tuning(folder: Path) -> Path:
 
 def ways(folder: Path) -> Path:
     """Held-out losses of one recipe trained in several ways, and their differences to the first run of top-K."""
-    runs = dict(sorted(record.newest("ways", "way", "seed").items(), reverse=True))  # top-K first
+    runs = record.newest("ways", "way", "seed")
     of_topk = runs["top-K", min(seed for way, seed in runs if way == "top-K")]
     base = dict(of_topk["heldout_nats_per_token"])
     figure = Figure(figsize=(WIDTH, 6), layout="constrained")
     losses, apart = figure.subplots(2, 1, sharex=True)
-    for ((way, seed), row), style in zip(runs.items(), STYLES[: len(runs)], strict=True):
+    for ((way, seed), row), style in zip(runs.items(), cycle(STYLES), strict=False):
         steps, values = zip(*row["heldout_nats_per_token"], strict=True)
         name = f"{way}, seed {seed}: {values[-1]:.4f}, {row['tokens_per_second']:,.0f} tokens/s ({row['commit'][:7]})"
         losses.plot(steps, values, label=name, **style.line)
         percent = [100 * (value / base[step] - 1) for step, value in zip(steps, values, strict=True)]
         apart.plot(steps, percent, **style.line)
     losses.set(ylabel="held-out loss, nats/token", yscale="log")
-    losses.yaxis.set_major_formatter("{x:g}")
-    losses.yaxis.set_minor_formatter("{x:g}")
+    losses.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     apart.set(ylabel="difference to top-K, %", xlabel="optimiser step")
     for axis in (losses, apart):
         axis.grid(alpha=0.3, which="both")

@@ -172,8 +172,9 @@ def ways(runs: list[tuple[str, str]], options: list[str], folder: Path) -> None:
             with torch.cuda.device(gpu):
                 row["exported_nats_per_token"] = exported_losses(run_dir)
         finally:
+            torch.cuda.empty_cache()
             gpus.put(gpu)
-        named = [Path(option).name for option in options]  # a folder's place says nothing
+        named = [Path(value).name if Path(value).exists() else value for value in options]  # no machine's paths
         record.append("ways", [{"way": way, "seed": int(seed), "at_once": at_once, "options": named, **row}])
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -221,20 +222,20 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="of tiny, separated by commas")
     parser.add_argument("--runs", default="top-K:0", help=f"WAY:SEED, separated by commas; WAY of {', '.join(WAYS)}")
     args = parser.parse_args(given)
-    with tempfile.TemporaryDirectory() as folder:
-        match args.what:
-            case "ways":
-                runs = [(way, seed or "0") for way, _, seed in (run.partition(":") for run in args.runs.split(","))]
-                if unknown := {way for way, _ in runs} - WAYS.keys():
-                    parser.error(f"--runs: unknown ways {sorted(unknown)}")
-                ways(runs, options, Path(folder))
-            case "tiny":
-                for seed in args.seeds.split(","):
-                    record.append("tiny", twins(int(seed), Path(folder) / seed))
-            case "startup" | "soak":
-                measure, file = (startup, "cold") if args.what == "startup" else (soak, "soak")
-                for number in args.processes.split(","):
-                    record.append(file, measure(int(number), options, Path(folder) / number))
+    runs = [(way, seed or "0") for way, _, seed in (run.partition(":") for run in args.runs.split(","))]
+    record.selected("way", ",".join(way for way, _ in runs), WAYS)
+    numbers = {"tiny": args.seeds, "ways": "0"}.get(args.what, args.processes)
+    for number in map(int, numbers.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            match args.what:
+                case "ways":
+                    ways(runs, options, Path(folder))
+                case "tiny":
+                    record.append("tiny", twins(number, Path(folder)))
+                case "startup":
+                    record.append("cold", startup(number, options, Path(folder)))
+                case "soak":
+                    record.append("soak", soak(number, options, Path(folder)))
 
 
 if __name__ == "__main__":
