@@ -256,6 +256,20 @@ print(seconds)
     assert float(out) < 2.0, f"importing tilemoe.MoE took {out} s beyond torch's own import"
 
 
+def test_kernels_are_imported_where_tensors_have_no_values() -> None:
+    """As in a layer's first call if torch.compile or torch.export traces it."""
+    run_python(
+        """
+import importlib, pkgutil
+from torch._subclasses.fake_tensor import FakeTensorMode
+import tilemoe.kernels
+with FakeTensorMode():
+    for module in pkgutil.walk_packages(tilemoe.kernels.__path__, "tilemoe.kernels."):
+        importlib.import_module(module.name)
+"""
+    )
+
+
 def test_no_two_modules_of_the_tests_share_a_name() -> None:
     """Processes of a job import them by it, whatever their folder."""
     names = [path.stem for path in Path(__file__).parent.rglob("*.py") if path.stem not in ("conftest", "__init__")]

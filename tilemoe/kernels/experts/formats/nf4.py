@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -121,14 +122,14 @@ def nested_values() -> tuple[float, ...]:
     Each sign has seven decades with 1, 2, 4, ... 64 values, the middles of as many equal parts; 0 and 1 are added.
     """
     positive: list[float] = []
-    tenth = torch.tensor(0.1).double()
-    for decade in range(7):
+    tenth = np.float64(np.float32(0.1))
+    for decade in range(7):  # in NumPy: a model that is exported before its first call has no tensors with values here
         parts = 2**decade
-        step = ((1 - tenth).float() / parts).double()
-        place = torch.arange(parts + 1, dtype=torch.float64)
+        step = np.float64(np.float32(1 - tenth) / np.float32(parts))
+        place = np.arange(parts + 1)
         # Each bound is computed from the nearer end, as torch.linspace does, and rounded once.
-        bounds = torch.where(place < (parts + 1) // 2, tenth + step * place, 1 - step * (parts - place)).float()
-        positive += ((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        bounds = np.where(place < (parts + 1) // 2, tenth + step * place, 1 - step * (parts - place)).astype(np.float32)
+        positive += ((bounds[:-1] + bounds[1:]) / 2 * np.float32(10.0 ** (decade - 6))).tolist()
     return (*[-value for value in reversed(positive)], 0.0, *positive, 1.0)
 
 
