@@ -267,9 +267,10 @@ def test_what_would_need_plain_weights_says_so() -> None:
         ValueError, match=r"OlmoeExperts \(olmoe\) cannot be stored in 4 bit: it is Nf4Weight .* already"
     ):
         quantize_experts(model)
-    model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match="only experts_implementation='tilemoe' computes with it"):
-        model(input_ids=tokens())
+    for other in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(other)
+        with pytest.raises(ValueError, match="only experts_implementation='tilemoe' computes with it"):
+            model(input_ids=tokens())
     model.set_experts_implementation("tilemoe")
     peft = adapted(model)
     with pytest.raises(ValueError, match=r"dequantize_experts\(model\) makes it plain again"):
