@@ -31,6 +31,16 @@ def test_a_file_in_the_way_is_called_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "runs").read_text() == "mine"
 
 
+def test_a_run_does_not_become_part_of_its_corpus(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^train\.out_dir {tmp_path}/a/run lies in corpus '{tmp_path}'; choose another"
+    ):
+        train(recipe_with(tmp_path / "a" / "run", str(tmp_path)))
+    for folder in (tmp_path / ".runs" / "a", tmp_path.with_name("b")):  # not read with the corpus
+        with pytest.raises(ValueError, match="no usable file in this folder"):
+            train(recipe_with(folder, str(tmp_path)))
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path, int]] = []
 
