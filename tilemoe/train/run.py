@@ -103,6 +103,9 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
             is_free = is_same_step if line.startswith(_OF_A_STEP) else not line.startswith(_FIXED)
             (free if is_free else fixed).append(line)
     free += differences(ours["model"], saved["model"], "model.")  # only how experts compute: the rest is checked above
+    if state.processes and not is_same_step:
+        here, there = recipe.sequences_per_step * processes, state.recipe.sequences_per_step * state.processes
+        free.append(f"a step has {here} sequences here and {there} in the checkpoint; --global-batch {there} keeps it")
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep the saved value to resume"
