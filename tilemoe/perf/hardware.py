@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -103,10 +104,11 @@ GPUS = MappingProxyType(
 def find_gpu(name: str) -> Gpu:
     """The GPU of the table whose name occurs in ``name``, in any case, with words joined by a space, - or _.
 
-    "NVIDIA H200" and "h200" find "H200"; "rtx-4090" finds "RTX 4090". ValueError: none does; it lists the table.
+    "NVIDIA H200" and "h200" find "H200"; "rtx4090" finds "RTX 4090". ValueError: none does; it lists the
+    table.
     """
     spelled = name.lower().replace("-", " ").replace("_", " ")
     for known in sorted(GPUS, key=len, reverse=True):
-        if known.lower() in spelled:
+        if re.search(known.lower().replace(" ", " ?") + r"(?!\d)", spelled):
             return GPUS[known]
     raise ValueError(f"no figures for GPU {name!r}; known are {', '.join(GPUS)}")
