@@ -232,6 +232,7 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         (["train", "--recipe", "nowhere/x.json"], "no file nowhere/x.json"),
         (["train", "--recipe", RECIPE, "--train.stpes", "5"], "perhaps you meant --train.steps"),
         (["train", "--recipe", RECIPE, "--train.steps", "1.5"], "--train.steps: '1.5' is not a whole number"),
+        (["train", "--recipe", RECIPE, "--train.plot", "False"], "error: 'False' belongs to no option; a switch takes"),
         (["generate", "--chekpoint", "x", "--prompt", "x"], "perhaps you meant --checkpoint ("),
         (["eval", "--checkpoint", "x", "--data.format", "chat"], "perhaps you meant --format ("),
         (["train", "--recipe", RECIPE, "--train.steps", "0"], "train.steps must be an integer >= 1"),
