@@ -32,6 +32,7 @@ from tilemoe.data.corpus import clean_text
 from tilemoe.data.tokenizer import PLAIN, ChatTemplate, Tokenizer
 from tilemoe.data.windows import END, FIRST, ID, Tokens
 
+_NOT_PLAIN = ("tool_calls", "function_call", "reasoning_content", "thinking")  # of a turn; the plain template has none
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids (n,) and whether each is learnt (n,)
@@ -70,6 +71,8 @@ class ChatEncoder:
         if isinstance(example, Completion):
             encoded = self._encode_pieces([Piece(example.prompt), Piece(example.completion, ends=True, is_learnt=True)])
         elif self._template is None:
+            for unread in (field for turn in example.messages for field in filter(turn.get, _NOT_PLAIN)):
+                raise ValueError(f"{example.name}: {unread!r} needs a tokenizer with a chat template; remove it")
             encoded = self._encode_pieces(plain_pieces(example.messages))
         else:
             text, spans = self._rendered(example, self._template)

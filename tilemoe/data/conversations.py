@@ -4,7 +4,7 @@
 ``{"prompt": "...", "completion": "..."}``; one file may have both. ShareGPT's "conversations" and Alpaca's
 "instruction", "input" and "output" are read as messages: the user's turn is then the instruction, an empty line and the
 input. Any other line is an error. So are a line without an assistant's turn or with an empty one, which leaves nothing
-to learn, and a line with "tools", "system" or "history", which a template would not see.
+to learn, and a line with "tools", "system", "history", "images" or the like, which a template would not see.
 An assistant's turn with "weight" 0 is context and not learnt, as in OpenAI's format; with 1 or without, it is learnt.
 """
 
@@ -20,6 +20,7 @@ from tilemoe.data.corpus import Corpus, clean_text, read_records, unreadable
 
 CHAT_SUFFIXES = frozenset({".jsonl"})
 ASSISTANT = "assistant"
+_UNREAD = ("tools", "functions", "system", "history", "image", "images", "videos", "audios")
 _ROLES = MappingProxyType({"human": "user", "gpt": ASSISTANT})  # ShareGPT's
 
 
@@ -63,14 +64,14 @@ def read_examples(corpus: Corpus) -> Iterator[Example]:
 
 
 def _example(name: str, record: dict[str, Any]) -> Example:
+    for unread in filter(record.get, _UNREAD):
+        raise ValueError(f"{name}: {unread!r} is not passed to chat templates; write its content into a turn")
     turns = record.get("messages", record.get("conversations"))
     alpaca = [record.get("instruction"), record.get("input") or "", record.get("output")]
     if turns is None and all(isinstance(text, str) for text in alpaca):
         asked = "\n\n".join(filter(None, alpaca[:2]))
         turns = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": alpaca[2]}]
     if turns is not None:
-        for unread in filter(record.get, ("tools", "system", "history")):
-            raise ValueError(f"{name}: {unread!r} is not passed to chat templates; write its content into a turn")
         return Conversation(name, _messages(name, turns))
     if "prompt" not in record or "completion" not in record:
         raise ValueError(
