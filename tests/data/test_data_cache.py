@@ -136,7 +136,7 @@ def test_shards_of_another_corpus_under_the_same_name(folder: Path, tmp_path: Pa
     ("name", "text", "message"),
     [
         ("a.txt", "", "it is empty; put text into it"),
-        ("a.txt", "tiny", r"too little text to hold any out; add text or lower heldout_every \(20\)"),
+        ("a.txt", "tiny", r"too little text to hold any out; add text or lower data.heldout_every \(20\)"),
         ("a.jsonl", '{"text": "x"}\n' * 30 + "oops\n", "a.jsonl:31: this line is not JSON"),
     ],
 )

@@ -231,6 +231,9 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("no json", "this line is not JSON"),
         ([CHAT], "no 'messages', no 'prompt' with 'completion'"),
         ({**CHAT, "tools": [{}]}, "'tools' is not passed to chat templates; write its content into a turn"),
+        ({**CHAT, "images": ["a.png"]}, "'images' is not passed to chat templates"),
+        ({"prompt": "x", "completion": "y", "system": "Be"}, "'system' is not passed to chat templates"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [{}]}]}, "'tool_calls' needs a tokenizer with a chat template"),
         ({"prompt": "x"}, "no 'messages', no 'prompt' with 'completion'.*, but 'prompt'; "),
         ({"question": "x", "answer": "y"}, ".*and no ShareGPT or Alpaca fields, but 'question', 'answer'; rename them"),
         ({"instruction": "x", "input": 3, "output": "y"}, ".*but 'instruction', 'input', 'output'; rename them"),
@@ -285,7 +288,7 @@ def test_examples_too_long_are_named_and_treated_as_told(tmp_path: Path) -> None
     for choice in ("skip", "truncate"):
         with raises_one_line(r"b\.jsonl': every training example has more than 65 tokens; raise data\.seq_len"):
             prepared(write_lines(tmp_path / "b.jsonl", [hopeless] * 4), tmp_path, too_long=choice)
-    with raises_one_line(r"too few examples to hold any out; add some or lower heldout_every \(20\)"):
+    with raises_one_line(r"too few examples to hold any out; add some or lower data.heldout_every \(20\)"):
         prepared(path, tmp_path, too_long="skip", heldout_every=20)
 
 

@@ -151,7 +151,7 @@ def test_images_and_neighbours_are_spread_evenly_over_the_keys(size: int):
         ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
         ({"rank": 2, "world_size": 2}, r"rank must be below world_size \(2\), got 2"),
         ({"step": -1}, "step must be an integer >= 0, got -1"),
-        ({"seq_len": 100}, r"has 100 tokens, fewer than seq_len \+ 1 = 101; lower seq_len or give more text"),
+        ({"seq_len": 100}, r"has 100 tokens, fewer than data.seq_len \+ 1 = 101; lower data.seq_len or give more text"),
     ],
 )
 def test_bad_arguments(change: dict[str, object], message: str):

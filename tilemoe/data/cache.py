@@ -102,7 +102,7 @@ def prepare(
             _write_documents(split_parts(corpus, heldout_every), tokenizer, writers)
             if writers["train"].num_tokens and not writers["heldout"].num_tokens:
                 raise ValueError(
-                    f"corpus {corpus.name!r}: too little text to hold any out; add text or lower heldout_every "
+                    f"corpus {corpus.name!r}: too little text to hold any out; add text or lower data.heldout_every "
                     f"({heldout_every})"
                 )
             return {"heldout_every": heldout_every}
@@ -314,7 +314,7 @@ def _write_examples(
         )
     if writers["train"].num_tokens and not writers["heldout"].num_tokens:
         raise ValueError(
-            f"corpus {corpus.name!r}: too few examples to hold any out; add some or lower heldout_every "
+            f"corpus {corpus.name!r}: too few examples to hold any out; add some or lower data.heldout_every "
             f"({heldout_every})"
         )
     return {"notes": _notes(names, left_out, seq_len)}

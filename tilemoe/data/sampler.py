@@ -64,7 +64,7 @@ class Sampler(BatchOrder):
         if shards.num_tokens < seq_len + 1:
             raise ValueError(
                 f"the {shards.split} split in {shards.directory} has {shards.num_tokens} tokens, fewer than "
-                f"seq_len + 1 = {seq_len + 1}; lower seq_len or give more text"
+                f"data.seq_len + 1 = {seq_len + 1}; lower data.seq_len or give more text"
             )
         self.shards, self.num_windows = shards, shards.num_tokens // seq_len
 
