@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import watch_kernels
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -133,7 +134,12 @@ def watched(given: Given, accumulate: bool) -> None:
         backward_of(given, accumulate=accumulate).backward()
 
 
-@pytest.mark.parametrize("run", [hooked, returned, watched])
+def traced(given: Given, accumulate: bool) -> None:
+    with compiled_autograd._enable(lambda graph: graph):
+        backward_of(given, accumulate=accumulate).backward()
+
+
+@pytest.mark.parametrize("run", [hooked, returned, watched, traced])
 def test_who_asks_for_the_gradient_sees_it(run: Callable[[Given, bool], Any], added: list[str]) -> None:
     """The same gradients and results whether or not accumulation is asked for, which is unused here."""
     results = []

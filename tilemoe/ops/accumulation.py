@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from tilemoe.kernels.experts.formats.dense import compute_dtype, is_column_major
 from tilemoe.runtime.tensors import PLAIN
@@ -32,6 +33,7 @@ def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
     if (
         type(leaf) not in PLAIN
         or torch.is_grad_enabled()  # create_graph=True
+        or not isinstance(ctx, BackwardCFunction)  # compiled autograd, which would drop the sum
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.is_anomaly_enabled()
         or leaf._backward_hooks

@@ -61,8 +61,8 @@ def moe(
 
     ``accumulate=True`` is for several backwards per step. If w1 and w2 are leaves, the kernels add their gradients to
     ``.grad`` in fp32 (fp64 for fp64), which becomes the leaves' ``grad_dtype``, and autograd adds nothing. With a
-    tensor hook, ``create_graph=True``, autograd.grad, anomaly detection, in a graph of torch.compile or if ``.grad``
-    has another dtype, autograd accumulates as usual.
+    tensor hook, ``create_graph=True``, autograd.grad, anomaly detection or compiled autograd, in a graph of
+    torch.compile or if ``.grad`` has another dtype, autograd accumulates as usual.
 
     ValueError names the argument that is wrong. Differentiable once in x, w1, w2, scores, b1, b2.
 
