@@ -5,6 +5,7 @@ T tokens · E experts · K experts per token
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -178,9 +179,12 @@ def test_one_normalised_score_has_no_gradient_not_even_of_rounding(score: str, r
     assert not gradient.any()
 
 
-def test_normalised_scores_under_func_say_what_to_do_instead() -> None:
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_routing_under_func_says_what_to_do_instead(transform: Callable[..., Any], normalize: bool) -> None:
+    cfg = config(6, 2, RouterConfig(normalize=normalize))
     with pytest.raises(RuntimeError, match=r"tilemoe.route does not go through torch\.vmap or torch\.func\."):
-        torch.func.grad(lambda t: route(t, PLAIN).scores.sum())(random(4, 6))
+        transform(lambda t: route(t.view(-1, 6), cfg).scores.sum())(random(4, 6))
 
 
 PLAIN, BIASED = config(6, 2), config(6, 2, RouterConfig(selection_bias=True))

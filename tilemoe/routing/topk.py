@@ -156,6 +156,7 @@ def route(
         ([[0, 1]], [0.75, 0.25])
     """
     require_tensors({"logits": logits}, {"selection_bias": selection_bias, "token_mask": token_mask})
+    refuse_transforms("tilemoe.route", logits)
     _check(logits, cfg, selection_bias, training, generator, group)
     if token_mask is not None:
         token_mask = checked_mask(token_mask, logits.shape[:1], logits.device)
@@ -295,7 +296,7 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
     if router.softmax_after_topk:
         kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
     elif router.normalize:
-        kept = _normalized(kept)
+        kept = _Normalized.apply(kept)
     (scale,) = specialised(router.scale)
     return kept if scale == 1.0 else kept * scale
 
@@ -363,17 +364,11 @@ def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> 
         return torch.softmax(logits, dim=-1)
     if router.score == "softmax":
         return all_scores
-    return _normalized(all_scores)
-
-
-def _normalized(scores: Tensor) -> Tensor:
-    """(T, N) scores divided by each token's sum."""
-    refuse_transforms("tilemoe.route", scores)
-    return _Normalized.apply(scores)
+    return _Normalized.apply(all_scores)
 
 
 class _Normalized(torch.autograd.Function):
-    """``p = u / (sum u + eps)`` and ``du = (dp - <dp, p>) / (sum u + eps)`` for u (T, N).
+    """Scores over their sum: ``p = u / (sum u + eps)`` and ``du = (dp - <dp, p>) / (sum u + eps)`` for u (T, N).
 
     Autograd would divide each term before it subtracts them. With one kept score (K = 1), where p is 1 and du is 0,
     that leaves both rounding errors: up to 2e-5 of the router's gradient, which then comes from its losses alone.
