@@ -149,13 +149,19 @@ def test_one_graph_for_any_number_of_tokens(strict: bool) -> None:
 
 
 def test_loaded_by_another_process(tmp_path: Path) -> None:
+    """Which has imported PyTorch's FLOP counter after the layer, that counts all the same; elsewhere it is before."""
     model, program = export(torch.bfloat16, strict=False)
     x = torch.randn(9, D).bfloat16()
     torch.export.save(program, tmp_path / "layer.pt2")
     torch.save((x, model(x)), tmp_path / "expected.pt")
     code = (
         "import sys, torch, tilemoe\n"
-        "tilemoe.MoE\n"
+        "layer = tilemoe.MoE(tilemoe.MoEConfig(8, 4, 4, 2))\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as mode:\n"
+        "    layer(torch.ones(3, 8))\n"
+        "flops = mode.get_flop_counts()['Global'][torch.ops.tilemoe.moe]\n"
+        "assert flops == 2 * 3 * 2 * 8 * 3 * 4, flops\n"
         "x, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
         "found = torch.export.load(sys.argv[1] + '/layer.pt2').module()(x)\n"
         "assert torch.equal(found, expected)\n"

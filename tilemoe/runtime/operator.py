@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from tilemoe.runtime.device import has_triton
+from tilemoe.runtime.imports import after_import
 from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.runtime.tensors import PLAIN
 
@@ -86,7 +86,9 @@ class Operator:
             )
             self.registered.register_fake(self._run_fake)
             if flops is not None:
-                register_flop_formula(getattr(torch.ops.tilemoe, name))(flops)
+                packet = getattr(torch.ops.tilemoe, name)
+                # importing the counter imports Triton, which a CPU does not need
+                after_import("torch.utils.flop_counter", lambda m: m.register_flop_formula(packet)(flops))
 
     def register_autograd(self, backward: Backward, save: Save) -> None:
         """Differentiate by ``save(ctx, args, output)`` and ``backward(ctx, *grads)``, as in torch.library and autograd.
