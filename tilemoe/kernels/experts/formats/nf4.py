@@ -14,10 +14,11 @@ table of 65,536 entries, which near a middle may give the other neighbour. Elsew
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,15 +123,19 @@ def nested_values() -> tuple[float, ...]:
     Each sign has seven decades with 1, 2, 4, ... 64 values, the middles of as many equal parts; 0 and 1 are added.
     """
     positive: list[float] = []
-    tenth = np.float64(np.float32(0.1))
-    for decade in range(7):  # in NumPy: a model that is exported before its first call has no tensors with values here
+    tenth = _fp32(0.1)
+    for decade in range(7):  # without tensors: in a model that is exported before its first call they have no values
         parts = 2**decade
-        step = np.float64(np.float32(1 - tenth) / np.float32(parts))
-        place = np.arange(parts + 1)
+        step, scale = _fp32(1 - tenth) / parts, _fp32(10.0 ** (decade - 6))
         # Each bound is computed from the nearer end, as torch.linspace does, and rounded once.
-        bounds = np.where(place < (parts + 1) // 2, tenth + step * place, 1 - step * (parts - place)).astype(np.float32)
-        positive += ((bounds[:-1] + bounds[1:]) / 2 * np.float32(10.0 ** (decade - 6))).tolist()
+        lower, upper = range((parts + 1) // 2), range((parts + 1) // 2, parts + 1)
+        bounds = [*(_fp32(tenth + step * at) for at in lower), *(_fp32(1 - step * (parts - at)) for at in upper)]
+        positive += [_fp32(_fp32(low + high) / 2 * scale) for low, high in pairwise(bounds)]
     return (*[-value for value in reversed(positive)], 0.0, *positive, 1.0)
+
+
+def _fp32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def _middles(values: tuple[float, ...], device: torch.device) -> Tensor:
