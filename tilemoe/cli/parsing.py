@@ -54,7 +54,7 @@ def parse(
         if not leave.code:
             raise
         message = _unknown_option([*others, *_options(cls)], arguments) or condense(captured.getvalue())
-        switch = r"'\1' belongs to no option; a switch takes no value: --train.plot, or --train.no-plot to turn it off"
+        switch = r"'\1' belongs to no option; a switch takes no value, as in --train.plot and --train.no-plot"
         message = re.sub(r"^.*Unrecognized options: (true|false)\b.*$", switch, message, flags=re.IGNORECASE)
         raise ValueError(f"{message} (see {prog} --help)") from None
 

@@ -147,7 +147,7 @@ def open_corpus(
         raise ValueError("corpus: the name is empty; give 'stdlib' or a path")
     path = expand_user(spec)
     if path.is_dir():
-        found = _walk(path, lambda name: name.startswith(".") or name == "__pycache__")
+        found = _walk(path, leaves_out)
         irregular = [name for name in found if not (path / name).is_file()]  # pipes, and links that end at no file
         files = tuple(sorted(name for name in {*found} - {*irregular} if kind_of(Path(name)) in suffixes))
         others = sorted({*found} - {*files, *irregular})
@@ -165,6 +165,11 @@ def open_corpus(
     if not path.is_file():  # opening a pipe would wait for a writer
         raise ValueError(f"corpus {spec!r}: it is no regular file; write its content to one")
     return Corpus(spec, path.parent, (path.name,), undecodable=undecodable, longest_line=longest_line)
+
+
+def leaves_out(name: str) -> bool:
+    """Whether a corpus leaves out a file or folder of this name."""
+    return name.startswith(".") or name == "__pycache__"
 
 
 def clean_text(text: str) -> str:

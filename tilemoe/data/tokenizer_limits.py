@@ -25,7 +25,8 @@ _LONGEST_AFFIX = 1 << 8  # characters, which the model adds to every one of a wo
 _LONGEST_WORD = 1000  # characters: WordPiece's time grows with the cube
 # By Unicode's tables. None makes its own result longer: a second time counts only if other steps add letters.
 _UNICODE = MappingProxyType({"NFC": 3, "NFD": 3, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "BertNormalizer": 18})
-_TIMES = MappingProxyType({"ByteLevel": 4, "Metaspace": 2, "WordPiece": 2, "BPEDecoder": 3, "CTC": 3})  # bytes, blanks
+# ByteLevel writes a letter for each byte of UTF-8; the others add a blank.
+_TIMES = MappingProxyType({"ByteLevel": 4, "Metaspace": 2, "WordPiece": 2, "BPEDecoder": 3, "CTC": 3})
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 

@@ -104,8 +104,7 @@ GPUS = MappingProxyType(
 def find_gpu(name: str) -> Gpu:
     """The GPU of the table whose name occurs in ``name``, in any case, with words joined by a space, - or _.
 
-    "NVIDIA H200" and "h200" find "H200"; "rtx4090" finds "RTX 4090". ValueError: none does; it lists the
-    table.
+    "NVIDIA H200" and "h200" find "H200"; "rtx4090" finds "RTX 4090". ValueError: none does; it lists the table.
     """
     spelled = name.lower().replace("-", " ").replace("_", " ")
     for known in sorted(GPUS, key=len, reverse=True):

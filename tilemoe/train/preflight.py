@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tilemoe.checks import expand_user
+from tilemoe.data.corpus import leaves_out
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.files import open_regular
 from tilemoe.layers.float8 import require_torchao
@@ -96,8 +97,8 @@ def _require_folder(recipe: Recipe) -> None:
     for corpus, _ in recipe.data.weight_of_corpus:
         root, inside = expand_user(corpus).resolve(), folder.resolve()
         # metrics.jsonl would become part of the text, and the run could never go on.
-        if inside.is_relative_to(root) and not any(part.startswith(".") for part in inside.relative_to(root).parts):
-            raise ValueError(f"train.out_dir {folder} lies in corpus {corpus!r}; choose another, or move the run there")
+        if inside.is_relative_to(root) and not any(map(leaves_out, inside.relative_to(root).parts)):
+            raise ValueError(f"train.out_dir {folder} lies in corpus {corpus!r}; choose another --train.out-dir")
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"train.out_dir {folder}: {there} is a file; choose another --train.out-dir")

@@ -161,7 +161,7 @@ def write_whole(model_file: Path, optimizer_file: Path, tensors: dict[str, Any])
     kept = {name: first.setdefault(weights[name].data_ptr() or name, name) for name in sorted(weights)}
     tied = {name: other for name, other in kept.items() if name != other}
     stored = {name: weight for name, weight in weights.items() if name not in tied}
-    with ThreadPoolExecutor(1) as thread:  # a thread hashes 1 GB/s
+    with ThreadPoolExecutor(1) as thread:  # side by side: one thread hashes 1 GB/s
         of_optimizer = thread.submit(_write_safetensors, optimizer_file, _under(_OPTIMIZER, tensors), {})
         of_model = _write_safetensors(model_file, stored, tied)
         return {model_file.name: of_model, optimizer_file.name: of_optimizer.result()}
