@@ -91,15 +91,15 @@ def _others(plan: Mapping[str, Any]) -> list[str]:
     }
     both = "forward backward"
     lines = [
-        f"{'':14}{'':>6}{'peak, GiB':>24}{'moved, GiB':>25}{'':>10}{'no faster than, ms':>20}{'predicted, ms':>18}",
-        f"{'experts alone':14}{'kept':>6}{both:>24}{both:>25}{'padding':>10}{both:>20}{both:>18}",
+        f"{'':14}{'':>6}{'peak, GiB':>24}{'moved, GiB':>24}{'':>11}{'no faster than, ms':>20}{'predicted, ms':>18}",
+        f"{'experts alone':14}{'kept':>6}{both:>24}{both:>24}{'padding':>11}{both:>20}{both:>18}",
     ]
     for name, design in {"tilemoe": ours, **plan["others"]}.items():
         moved, least, predicted = (design[key] for key in ("moved_bytes", "roofline_ms", "predicted_ms"))
         lines.append(
             f"{name:14}{design['saved_bytes'] / _GIB:6.2f}"
             f"{design['forward_peak_bytes'] / _GIB:15.2f}{design['backward_peak_bytes'] / _GIB:9.2f}"
-            f"{moved['forward'] / _GIB:16.2f}{moved['backward'] / _GIB:9.2f}{100 * design['padding']['waste']:8.1f} %"
+            f"{moved['forward'] / _GIB:15.2f}{moved['backward'] / _GIB:9.2f}{100 * design['padding']['waste']:9.1f} %"
             f"{least['forward']:11.3f}{least['backward']:9.3f}{predicted['forward']:10.3f}{predicted['backward']:8.3f}"
         )
     return lines
