@@ -4,15 +4,11 @@
     python benchmarks/finetune.py sft /tmp/qwen3 --experts nf4_double --linear
     python benchmarks/finetune.py sft /tmp/qwen3 --experts bf16 --implementation grouped_mm
     python benchmarks/finetune.py train /tmp/qwen3 --experts nf4_double
-    python benchmarks/finetune.py first /tmp/qwen3 --experts nf4_double
-    python benchmarks/finetune.py quality FOLDER --seeds 3 --steps 300 --more --optim.lr 2e-3
 
 make: all layers of a public model with random weights, drawn on the GPU from a seed, as its makers save it (gpt-oss in
 MXFP4), and a tokenizer trained on the sources of installed packages, which are the text, too. sft, train: a row with
 each step's loss and seconds, the peak of GPU memory (reserved, and what else the process has of the card: CUDA's
-context) and of the host's anonymous memory until training starts. first: the first step's loss and gradients beside
-those of the same experts dequantised, of the first layers, which fit twice. quality: `train` on experts in bf16, NF4
-and NF4 doubly quantised, the same batches of C++ headers for each seed; FOLDER: an exported run, trained on Python.
+context) and of the host's anonymous memory until training starts.
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from tilemoe.bench import record, timing
-from tilemoe.bench.check import Difference
 from tilemoe.bench.record import Row
 
 NAME = "finetune"
@@ -120,16 +115,16 @@ def write(path: Path, blocks: list[tuple[list[str], Tensor]]) -> None:
     save_file(parts, path, {"format": "pt"})
 
 
-def sources(pattern: str = "*.py", most: int = TEXT_BYTES) -> list[str]:
-    """Sources of installed packages, in the order of their names, each once, about ``most`` characters of them."""
+def sources() -> list[str]:
+    """Sources of installed packages, in the order of their names, each once, about `TEXT_BYTES` characters of them."""
     folders = [Path(root) for root in dict.fromkeys([*site.getsitepackages(), Path(torch.__file__).parents[1]])]
     found: dict[str, None] = {}
     size = 0
-    for path in sorted(path for folder in folders for path in folder.rglob(pattern)):
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
         size += 0 if text in found else len(text)
         found[text] = None
-        if size > most:
+        if size > TEXT_BYTES:
             break
     return list(found)
 
@@ -315,17 +310,6 @@ def train(folder: Path, args: argparse.Namespace) -> Row:
     }  # fmt: skip
 
 
-def quality(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """What `train` is called with: each seed's batches, once for each way to store the experts."""
-    corpus = Path(args.out) / "headers.jsonl"
-    corpus.parent.mkdir(parents=True)
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in sources("include/c10/**/*.h")))
-    for seed in range(args.seed, args.seed + args.seeds):
-        for experts in ("bf16", "nf4", "nf4_double"):
-            run = {"case": args.folder.name, "seed": seed, "experts": experts, "corpus": corpus}
-            yield argparse.Namespace(**vars(args) | run | {"out": f"{args.out}/{experts}-{seed}"})
-
-
 def _used() -> int:
     """Bytes in use on the first GPU that this process may use."""
     if DEVICE == "cpu":
@@ -335,51 +319,12 @@ def _used() -> int:
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
 
 
-# ------------------------------------------------------------------------------------------------------ the first step
-
-
-def first(folder: Path, args: argparse.Namespace) -> Row:
-    """The loss and the adapters' gradients on experts in 4 bit, beside those on the same experts dequantised.
-
-    ``noise``: how far transformers' own experts are from ours on those, which is what bf16 leaves open.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    from tilemoe.integrations.quantized import dequantize_experts
-
-    ids = torch.tensor(rows_of_tokens(folder, args.length, args.tokens // args.length), device=DEVICE)
-    adapters = LoraConfig(
-        r=EXPERTS_RANK, target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(args.seed)
-    model = get_peft_model(load(folder, args), adapters)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable()
-    found = []
-    own = model.base_model.model.set_experts_implementation
-    for prepare in (lambda: 0, lambda: dequantize_experts(model), lambda: own("grouped_mm")):
-        prepare()
-        model.zero_grad(set_to_none=True)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        gradients = {name: each.grad.float() for name, each in model.named_parameters() if each.grad is not None}
-        found.append((float(loss.detach()), gradients))
-    packed, dense, theirs = found
-    apart = {"gradients_apart": _apart(packed[1], dense[1]), "noise": _apart(theirs[1], dense[1])}
-    return {"losses": [loss for loss, _ in found], "loss_difference": abs(packed[0] - dense[0]), **apart}
-
-
-def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """RMS-relative."""
-    sums = Difference()
-    for name, gradient in theirs.items():
-        sums.add(ours[name], gradient)
-    return sums.relative()
+# ----------------------------------------------------------------------------------------------------- command line
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "sft", "train", "first", "quality"))
+    parser.add_argument("what", choices=("make", "sft", "train"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--case", default="Qwen3-30B-A3B", choices=tuple(LAYERS))
     parser.add_argument("--layers", type=int, help="make: instead of all")
@@ -392,7 +337,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="a step; default: the case's")
     parser.add_argument("--length", type=int, help="of a sequence; default: the case's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=3, help="quality: so many from --seed on, each with all storages")
     parser.add_argument("--corpus", default="stdlib", help="train: data.corpus")
     parser.add_argument("--out", default="/tmp/finetune-run", help="train: train.out_dir")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="train: further options, last")
@@ -403,8 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
         make(args.folder, args.case, args.layers, args.seed)
         print(f"made in {time.perf_counter() - began:.1f} s")
         return
-    for run in quality(args) if args.what == "quality" else [args]:
-        measure(run)
+    measure(args)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -412,7 +355,7 @@ def measure(args: argparse.Namespace) -> None:
     layers = json.loads((args.folder / "config.json").read_text())["num_hidden_layers"]
     settings = {name: getattr(args, name) for name in ("case", "experts", "implementation", "linear", "attention")}
     settings |= {name: getattr(args, name) for name in ("tokens", "length", "seed", "card_gib", "more")}
-    found = {"sft": sft, "train": train, "quality": train, "first": first}[args.what](args.folder, args)
+    found = {"sft": sft, "train": train}[args.what](args.folder, args)
     versions = {name: record.version(name) for name in ("transformers", "peft", "trl", "bitsandbytes", "torchao")}
     row = {"mode": args.what, **settings, "layers": layers, **found, **versions}
     print({name: value for name, value in row.items() if name != "losses"}, flush=True)

@@ -10,8 +10,9 @@ steps; a row has the seconds to the end of the first step, those after the last 
 soak: a run of all steps, and one of which a rank is killed at a third (torchrun starts it again) and which goes on
 with half the processes from two thirds on; a row has the losses of both.
 tiny: the recipe against its dense twin: equal FLOPs per token, as many tokens; each with its own settings.
-ways: one recipe with other routing, precision, optimiser or seed; each run has a GPU, and as many run at once as there
-are GPUs. A row has the held-out losses along the run, and the exported model's here and in transformers.
+ways: one recipe with other routing, precision, optimiser or seed, on the text of ways_text.py; each run has a GPU, and
+as many run at once as there are GPUs. A row has the held-out losses along the run, and the exported model's here and in
+transformers.
 """
 
 from __future__ import annotations
