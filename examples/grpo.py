@@ -48,6 +48,8 @@ class ReplayTrainer(GRPOTrainer):
         out = super()._generate_and_score_completions(inputs)
         ids = self.record.expert_ids(len(out["prompt_ids"]))  # (L, B, S - 1, K): the last token has none
         padding = out["prompt_ids"].shape[1] + out["completion_ids"].shape[1] - ids.shape[2]
+        if padding < 1:
+            raise ValueError("tokens were recorded more than once; sample with a cache and without beams")
         out["expert_ids"] = F.pad(ids, (0, 0, 0, padding), value=-1).permute(1, 2, 0, 3)  # TRL splits along B
         if "old_per_token_logps" in out:  # with num_iterations > 1; TRL computed them with newly chosen experts
             out["old_per_token_logps"] = self._old_log_probs(out)

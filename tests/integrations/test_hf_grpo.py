@@ -170,6 +170,12 @@ def test_what_samples_otherwise_is_refused(example: dict[str, Any], tmp_path: Pa
             model, count_of_a, settings_of(tmp_path), processing_class=tokenizer, rollout_func=lambda *_: {},
             train_dataset=PROMPTS,
         )  # fmt: skip
+    for more in ({"num_beams": 2, "do_sample": False}, {"use_cache": False}):
+        settings = settings_of(tmp_path, max_steps=1, generation_kwargs=more)
+        with raises_one_line("sample with a cache and without beams"):
+            example["ReplayTrainer"](
+                model, count_of_a, settings, train_dataset=PROMPTS, processing_class=tokenizer
+            ).train()
 
 
 @pytest.mark.usefixtures("registered")
