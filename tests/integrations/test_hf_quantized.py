@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,28 @@ def test_a_compiled_model_calls_them_between_graphs() -> None:
     dequantize_experts(peft)
     explained = torch._dynamo.explain(peft)(input_ids=tokens())
     assert not any("4 bit" in str(each.reason) for each in explained.break_reasons), "plain experts are compiled"
+
+
+def test_threads_lend_their_own_adapters() -> None:
+    """One forward waits inside the first layer's experts until another has run."""
+    model = wide("olmoe")
+    peft = adapted(model)
+    integration.use(peft)
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if not inside.is_set():
+            inside.set()
+            assert done.wait(60)
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as thread:
+        logits = peft(input_ids=tokens()).logits
+        dict(integration.experts_modules(model)).popitem()[1].register_forward_pre_hook(wait)
+        other = thread.submit(lambda: peft(input_ids=tokens()).logits.detach())
+        assert inside.wait(60)
+        assert_equal(peft(input_ids=tokens()).logits, logits)
+        done.set()
+        assert_equal(other.result().detach(), logits)
 
 
 def test_adapters_become_of_a_rank_and_a_scale_that_kernels_take() -> None:

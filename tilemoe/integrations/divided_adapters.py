@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tilemoe.integrations.quantized_weight import FrozenWeight, weight_names
 
 _ACTIVATE = "_activate_lora"  # method of a wrapper
-_LENT = "_tilemoe_adapters"  # attribute of an experts module during its forward: the adapters its wrappers lend
+_LENT = "_tilemoe_adapters"  # attribute of an experts module: the adapters that its wrappers lend, in each thread
 
 
 def wrappers_of(model: nn.Module, name: str) -> list[nn.Module]:
@@ -61,11 +62,12 @@ def _lend(wrapper: Any, experts: nn.Module, first: int, active_adapters: list[st
             yield
         return
     lent = vars(experts).setdefault(_LENT, [])
-    lent.append((wrapper, first, [adapter for adapter in active_adapters if adapter in wrapper.lora_A]))
+    mine = (get_ident(), wrapper, first, [adapter for adapter in active_adapters if adapter in wrapper.lora_A])
+    lent.append(mine)
     try:
         yield
     finally:
-        lent.pop()
+        lent.remove(mine)
 
 
 def are_frozen(experts: nn.Module) -> bool:
@@ -78,7 +80,8 @@ def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
 
     If the experts are frozen, it keeps the adapters' factors, and the sum is never materialised.
     """
-    lent = [(wrapper, *rest) for wrapper, *rest in vars(experts).get(_LENT, ()) if wrapper.parameter_name == name]
+    of_threads = tuple(vars(experts).get(_LENT, ()))  # copied, as another thread may change the list meanwhile
+    lent = [rest for thread, *rest in of_threads if thread == get_ident() and rest[0].parameter_name == name]
     if lent and are_frozen(experts) and not isinstance(weight, FrozenWeight):
         weight = FrozenWeight(weight, weight.dtype)
     for wrapper, first, adapters in lent:
