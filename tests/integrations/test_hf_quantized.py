@@ -228,6 +228,14 @@ def test_whatever_peft_adapts(settings: dict[str, Any]) -> None:
     assert_as_dequantised(peft)
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj_bias", "down_proj_bias"])
+def test_biases_beside_4_bit_stay_frozen(name: str) -> None:
+    model = wide("gpt_oss")
+    quantize_experts(model)
+    with raises_one_line(f"is in 4 bit, and its {name} cannot be trained; leave it out of PEFT's modules_to_save and"):
+        step(adapted(model, target_parameters=[f"experts.{name}"]))
+
+
 def test_bits_are_those_of_the_kernels_format_and_weights_stay_frozen() -> None:
     model, plain = wide("olmoe"), wide("olmoe")
     quantize_experts(model)
@@ -239,7 +247,7 @@ def test_bits_are_those_of_the_kernels_format_and_weights_stay_frozen() -> None:
         assert_equal(torch.from_numpy(weight.detach().numpy()), weight.dense())
     module.requires_grad_(True)
     with pytest.raises(
-        ValueError, match=r"has gate_up_proj in 4 bit, which cannot be trained; leave it out of PEFT's mod"
+        ValueError, match=r"in 4 bit, and its gate_up_proj cannot be trained; leave it out of PEFT's modules_to_save"
     ):
         model(input_ids=tokens())
 

@@ -273,12 +273,12 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise refusal(module, f"it has no weight {name}; quantised weights are not computed")
     tensor = _dispatcher_of(module).local_weight(tensor)
+    if tensor.requires_grad and isinstance(getattr(module, "down_proj", None), FrozenWeight):
+        raise ValueError(
+            f"{name_of(module)} is in 4 bit, and its {name} cannot be trained; leave it out of PEFT's modules_to_save "
+            f"and target_parameters, or call {name}.requires_grad_(False)"
+        )
     if isinstance(tensor, FrozenWeight):
-        if tensor.requires_grad:
-            raise ValueError(
-                f"{name_of(module)} has {name} in 4 bit, which cannot be trained; leave it out of PEFT's "
-                f"modules_to_save, or call {name}.requires_grad_(False)"
-            )
         return with_adapters(module, name, tensor)
     # Wrapper subclasses are refused, too: some quantised tensors report bf16 as their dtype.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
