@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils.modeling import id_tensor_storage
 from helpers import LargestTensor, assert_near, raises_one_line, redraw
 from hf_models import COMMON, FAMILIES, Family, T, experts, routing, step, tokens
@@ -289,7 +290,30 @@ def test_it_is_shared_emptied_offloaded_and_staged_as_a_plain_model(tmp_path: Pa
             assert_equal(found.tensors(), want.tensors())
     with torch.no_grad():
         logits = model(input_ids=tokens()).logits
-        assert_equal(cpu_offload(copy.deepcopy(model), execution_device="cpu")(input_ids=tokens()).logits, logits)
+        offloaded = cpu_offload(copy.deepcopy(model), execution_device="cpu")
+        offloaded.hf_device_map = {"": "cpu"}  # as from_pretrained's device_map leaves it
+        offloaded.save_pretrained(tmp_path / "folder")
+        for same in (offloaded, type(model).from_pretrained(tmp_path / "folder")):
+            assert_equal(same(input_ids=tokens()).logits, logits)
+        with pytest.raises(ValueError, match=r"4 bit cannot be offloaded to disk; offload them to the CPU"):
+            disk_offload(model, tmp_path / "disk", execution_device="cpu")(input_ids=tokens())
+
+
+@torch.no_grad()
+def test_offloaded_experts_change_their_storage_once_they_are_back() -> None:
+    """Else accelerate would put the former weights back in the next forward."""
+    model = cpu_offload(wide("olmoe"), execution_device="cpu")
+    logits = [model(input_ids=tokens()).logits]
+    for change in (quantize_experts, dequantize_experts):
+        with raises_one_line(
+            r"OlmoeExperts \(olmoe\) are offloaded; call accelerate.hooks.remove_hook_from_submodules"
+        ):
+            change(model)
+        assert_equal(model(input_ids=tokens()).logits, logits[-1])
+        assert change(remove_hook_from_submodules(model) or model)
+        logits.append(cpu_offload(model, execution_device="cpu")(input_ids=tokens()).logits)
+    torch.testing.assert_close(logits[2], logits[1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits[1], logits[0], atol=1e-3)
 
 
 def test_what_would_need_plain_weights_says_so() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
@@ -230,10 +231,12 @@ class TilemoeQuantizer(HfQuantizer):
         vars(model)["is_loaded_in_4bit"] = self.linear is not None  # by bitsandbytes: transformers imports it then
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        state = model.state_dict()
+        state, names = model.state_dict(), saved_names(self.quantization_config.experts)
         for name in [name for name, value in state.items() if isinstance(value, FrozenWeight)]:
-            names = saved_names(self.quantization_config.experts)
-            for part, tensor in zip(names, saved(state.pop(name)), strict=True):
+            weight: Any = state.pop(name)
+            if weight.is_meta:
+                weight = load_offloaded_parameter(model, name)
+            for part, tensor in zip(names, saved(weight), strict=True):
                 state[f"{name}_{part}"] = tensor
         return state, {}
 

@@ -63,6 +63,8 @@ class FrozenWeight(Tensor):
     ) -> FrozenWeight:
         if isinstance(stored, FrozenWeight):  # accelerate calls so to rebuild a parameter that it had offloaded
             return nn.Parameter(stored, requires_grad)  # type: ignore[return-value]
+        if dtype is None:
+            raise ValueError("experts in 4 bit cannot be offloaded to disk; offload them to the CPU")
         device = (stored if isinstance(stored, Tensor) else stored.codes).device
         made: FrozenWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=device)
         made.stored, made.added = stored, added
@@ -186,7 +188,9 @@ class _NoStorage:
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        raise ValueError("safetensors holds no weight in 4 bit; pass safe_serialization=False, or call save_pretrained")
+        raise ValueError(
+            "a 4-bit weight has no storage; to save it pass safe_serialization=False, or call save_pretrained"
+        )
 
 
 def _experts(weight: FrozenWeight, dim: int = 0, start: int = 0, stop: int = sys.maxsize) -> FrozenWeight:
@@ -281,6 +285,8 @@ def _of_rank(weight: FrozenWeight, other: FrozenWeight, rank: int) -> LowRank:
 
 def make_dense(model: nn.Module) -> int:
     """Replace each 4-bit weight by a plain frozen one of its dtype; returns how many there were."""
+    for module, _, _ in quantized_weights(model):
+        refuse_offloaded(module)
     count = 0
     for module, name, weight in quantized_weights(model):
         setattr(module, name, nn.Parameter(weight.dense(), requires_grad=False))
@@ -343,6 +349,7 @@ def weight_names(module: nn.Module) -> tuple[str, str]:
 
 def check_quantizable(module: nn.Module, storage: str) -> None:
     """ValueError unless the experts of ``module``, which may be on the meta device, can be stored as ``storage``."""
+    refuse_offloaded(module)
     first, second = (getattr(module, name, None) for name in weight_names(module))
     if isinstance(first, FrozenWeight):
         raise _refusal(module, f"it is {first!r} already; call dequantize_experts first")
@@ -356,6 +363,14 @@ def check_quantizable(module: nn.Module, storage: str) -> None:
     why = STORAGES[storage].weight.why_not(d, n)
     if why is not None:
         raise _refusal(module, why)
+
+
+def refuse_offloaded(module: nn.Module) -> None:
+    """ValueError if accelerate keeps the module's weights, and would put them back in its next forward."""
+    if hasattr(module, "_hf_hook") and any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(
+            f"the experts of {name_of(module)} are offloaded; call accelerate.hooks.remove_hook_from_submodules(model)"
+        )
 
 
 def _refusal(module: nn.Module, reason: str) -> ValueError:
