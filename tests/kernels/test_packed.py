@@ -82,6 +82,16 @@ def test_quantising_mxfp4_again_changes_no_value() -> None:
     assert_equal(stacked(quantize_mxfp4(stacked(found))), stacked(found))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_broken_weight_does_not_become_finite(storage: str, value: float) -> None:
+    weight = torch.ones(2, 64, 64)
+    weight[1, 3, 5] = value
+    found = stacked(STORAGES[storage].quantize(weight)).isfinite()
+    assert found[0].all()
+    assert not found[1, 3, 5]
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_views_and_slices_are_those_of_the_decoded_weight(storage: str) -> None:
     weight = torch.randn(3, 64, 192, generator=torch.Generator().manual_seed(0))

@@ -71,8 +71,9 @@ def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
     middles[1::2] = middles[1::2].nextafter(magnitudes.new_zeros(()))
     for matrix, of_codes, of_exponents in zip(weight, codes, exponents, strict=True):
         blocks = matrix.float().contiguous().unflatten(-1, (-1, BLOCK))
-        exponent = blocks.abs().amax(-1).frexp().exponent - 1 - _LARGEST_EXPONENT
-        exponent = exponent.clamp(-_BIAS, _BIAS)
+        largest = blocks.abs().amax(-1)
+        exponent = (largest.frexp().exponent - 1 - _LARGEST_EXPONENT).clamp(-_BIAS, _BIAS)
+        exponent.masked_fill_(~largest.isfinite(), _BIAS + 1)  # of NaN, lest the block become finite
         scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1))
         nibbles = torch.bucketize(scaled.abs(), middles, out_int32=True) | torch.where(scaled < 0, _SIGN, 0)
         of_codes.copy_(codes_of(nibbles.flatten(-2).to(torch.uint8), high_first=False))
