@@ -32,7 +32,7 @@ OLDEST_TORCH := 2.11.0
 OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
 TRACED := $(addprefix --ignore tests/integrations/test_titan_,moe.py trainer.py) $(addprefix tests/,ops layers models routing \
 	integrations parallel dispatch train/test_train_distributed_checkpoint.py docs/test_docs_api.py)
-INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
+INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py hf_quantized_folders.py examples_run.py)
 # The tests' processes, of one thread each. One takes over what another has not begun, from the end: a module's fixtures
 # are seldom made twice. Bytecode is kept, whatever the environment says: hundreds of processes import the same files.
 JOBS ?= 2

@@ -67,6 +67,8 @@ def test_a_folder_loads_in_4_bit_and_back_to_the_bit(family: str, storage: str, 
         for config in (TilemoeConfig(storage), None):
             again = loaded(plain, tmp_path / "saved", config)
             assert_equal(tensors(again), tensors(model))
+    again.save_pretrained(tmp_path / "again")
+    assert_equal(tensors(loaded(plain, tmp_path / "again")), tensors(model))
     assert again.config._experts_implementation == "tilemoe"
     peft = adapted(again.train())
     assert_equal(step(peft)[:2], step(adapted(model.train()))[:2])
@@ -279,8 +281,12 @@ def test_attention_in_4_bit_beside_the_experts(family: str, tmp_path: Path) -> N
     whole = [name for name, kind in kinds.items() if kind == "Linear"]
     assert whole == ["model.layers.0.router.proj", "model.layers.1.router.proj", "lm_head"][-len(whole) :]
     model.save_pretrained(tmp_path / "saved")
-    again = loaded(plain, tmp_path / "saved").train()
+    loaded(plain, tmp_path / "saved").save_pretrained(tmp_path / "again")
+    again = loaded(plain, tmp_path / "again").train()
     assert_equal(step(adapted(again))[:2], step(adapted(model))[:2])
+    freed = loaded(plain, tmp_path / "again").dequantize()
+    freed.save_pretrained(tmp_path / "freed")
+    assert_equal(tensors(loaded(plain, tmp_path / "freed")), tensors(freed))
     if family == "qwen3_moe":
         other = loaded(plain, tmp_path / "plain", settings).train()
         assert quantize_experts(other) == 2

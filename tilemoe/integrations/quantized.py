@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.integrations.accelerate import load_offloaded_parameter
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
@@ -40,6 +42,7 @@ from tilemoe.integrations.transformers import NAME, experts_modules, hf_models, 
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.kernels.experts.table import STORAGES
 
+_END = r"(?!\w)"  # regular expression: a name ends here
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks
 
 
@@ -231,6 +234,7 @@ class TilemoeQuantizer(HfQuantizer):
         vars(model)["is_loaded_in_4bit"] = self.linear is not None  # by bitsandbytes: transformers imports it then
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        _fit_converters(model)
         state, names = model.state_dict(), saved_names(self.quantization_config.experts)
         for name in [name for name, value in state.items() if isinstance(value, FrozenWeight)]:
             weight: Any = state.pop(name)
@@ -242,6 +246,7 @@ class TilemoeQuantizer(HfQuantizer):
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         make_dense(model)
+        _fit_converters(model)
         return model if self.linear is None else self.linear._dequantize(model, dtype=dtype)
 
     def is_serializable(self) -> bool:
@@ -287,15 +292,29 @@ class _Join(ConversionOps):
         dtype = module.get_parameter(key).dtype
         return {name: loaded([parts[part] for part in names], storage, dtype, module.is_transposed)}
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self  # never called: `get_state_dict_and_metadata` has taken the weights apart
-
 
 def _is_of_experts(model: nn.Module, name: str) -> bool:
     """Whether the parameter is a weight of an experts module."""
     module, key = get_module_from_name(model, name)
     return is_experts_module(module) and key in weight_names(module)
+
+
+def _fit_converters(model: Any) -> None:
+    """Have saving reverse none of the converters that read 4 bit. In releases of transformers whose converters of
+    ``down_proj`` would also take ``down_proj_codes`` apart, let them match whole names, as in later ones.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:  # made in loading
+        model._weight_conversions = [each for each in conversions if not _reads_4_bit(each)]
+    if WeightRenaming("w", "v").compiled_sources.search("w_codes") is None:
+        return
+    if conversions is None:  # saving would make them
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
+    for each in model._weight_conversions:
+        if isinstance(each, WeightConverter):
+            names = each._original_target_patterns
+            each._original_target_patterns = [name.removesuffix(_END) + _END for name in names]
 
 
 def _routers(model: nn.Module) -> set[str]:
@@ -327,8 +346,8 @@ def _quantize_linear(model: nn.Module, quantizer: Bnb4BitHfQuantizer) -> None:
     for name, module in plain.items():
         found = model.get_submodule(name)
         if found is not module:
-            weight = f"{name}.weight"
-            found.weight = quantizer.get_quantize_ops().convert({weight: module.weight.data}, model=model)[weight]
+            weight, quantize = f"{name}.weight", quantizer.get_quantize_ops()
+            found.weight = quantize.convert({weight: [module.weight.data]}, model=model, full_layer_name=weight)[weight]
             found.bias = module.bias
 
 
@@ -344,9 +363,7 @@ def _mark_quantized(model: nn.Module, storage: str) -> None:
 def _mark_dequantized(model: nn.Module) -> None:
     """Undo `_mark_quantized`: only bitsandbytes' layers are left in 4 bit, and experts are saved under plain names."""
     for owner in hf_models(model):
-        if conversions := getattr(owner, "_weight_conversions", None):  # made in loading; saving would reverse them
-            plain = [each for each in conversions if not any(map(_is_of_4_bit, getattr(each, "operations", ())))]
-            owner._weight_conversions = plain
+        _fit_converters(owner)
         quantizer = vars(owner).get("hf_quantizer")
         if not isinstance(quantizer, TilemoeQuantizer):
             continue
@@ -359,5 +376,6 @@ def _mark_dequantized(model: nn.Module) -> None:
             linear.postprocess_model(owner)
 
 
-def _is_of_4_bit(operation: ConversionOps) -> bool:
-    return isinstance(operation, (_Join, Mxfp4Dequantize))
+def _reads_4_bit(conversion: Any) -> bool:
+    kinds = (_Join, Mxfp4Dequantize, Bnb4bitDeserialize)
+    return any(isinstance(operation, kinds) for operation in getattr(conversion, "operations", ()))
