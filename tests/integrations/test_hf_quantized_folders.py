@@ -125,6 +125,7 @@ def test_a_folder_in_4_bit_is_saved_dense(family: str, tmp_path: Path) -> None:
         plain, config = gpt_oss_folder(folder), TilemoeConfig("mxfp4")
     else:
         plain, config = saved(family, folder), None
+        names = load_file(folder / "model.safetensors").keys()
         loaded(plain, folder, TilemoeConfig("nf4")).save_pretrained(folder)
     model = loaded(plain, folder, config)
     dequantize_experts(model)
@@ -132,6 +133,8 @@ def test_a_folder_in_4_bit_is_saved_dense(family: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "dense" / "config.json").read_text())
     assert "quantization_config" not in found
     assert_equal(tensors(loaded(plain, tmp_path / "dense")), tensors(model))
+    if family != "gpt_oss":
+        assert load_file(tmp_path / "dense" / "model.safetensors").keys() == names, "of each expert, as on the hub"
 
 
 def gpt_oss_folder(folder: Path, **more: Any) -> PreTrainedModel:

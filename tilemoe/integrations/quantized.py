@@ -304,13 +304,15 @@ def _fit_converters(model: Any) -> None:
     ``down_proj`` would also take ``down_proj_codes`` apart, let them match whole names, as in later ones.
     """
     conversions = getattr(model, "_weight_conversions", None)
+    usual = get_model_conversion_mapping(model, add_legacy=False)
     if conversions is not None:  # made in loading
         model._weight_conversions = [each for each in conversions if not _reads_4_bit(each)]
+        if len(model._weight_conversions) < len(conversions):  # there were no plain experts, so no converters of them
+            model._weight_conversions += [each for each in usual if isinstance(each, WeightConverter)]
     if WeightRenaming("w", "v").compiled_sources.search("w_codes") is None:
         return
     if conversions is None:  # saving would make them
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
+        model._weight_conversions = [each for each in usual if type(each).__name__ != "PrefixChange"]
     for each in model._weight_conversions:
         if isinstance(each, WeightConverter):
             names = each._original_target_patterns
