@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _ADAMW_MODULES = frozenset({"head", "router", "shared_gate"})
 # An 8-bit moment of a parameter of at least 4,096 elements, a multiple of 256: codes (parameter's shape) uint8, scale
 # (elements / 256) fp32; `value = table[code] * scale` of its block (arXiv 2110.02861). The table is torchao's.
 PARTS, BLOCK, _LEAST = ("codes", "scale"), 256, 4096
+_KEYS_OF = MappingProxyType(  # of a parameter's state
+    {"adamw": frozenset({"exp_avg", "exp_avg_sq", "step"}), "muon": frozenset({"momentum_buffer"})}
+)
 
 
 def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
@@ -229,19 +233,24 @@ def split_name(full_name: str) -> tuple[str, str, str]:
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """The inverse of ``optimizer_tensors``; hyper-parameters keep the values that the optimiser was made with.
 
-    ValueError: there is state of a parameter that the model lacks.
+    tensors: of parameters of the model. ValueError: a parameter's state is another optimiser's, or incomplete.
     """
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    has_parts = not isinstance(optimizer, (torch.optim.AdamW, MuonWithAdamW))
     parts: dict[str, dict[str, dict[str, Tensor]]] = {}
     for full_name, tensor in tensors.items():
         name, key, part = split_name(full_name)
-        parts.setdefault(name, {}).setdefault(key, {})[part] = tensor
-    by_parameter = {name: {key: _moment_of(key, each) for key, each in of.items()} for name, of in parts.items()}
-    unknown = set(by_parameter) - set(name_of.values())
-    if unknown:
-        raise ValueError(f"the optimiser's state has {min(unknown)}, which is no parameter of the model")
-    state = {i: by_parameter[name_of[id(p)]] for i, p in enumerate(order) if name_of[id(p)] in by_parameter}
+        parts.setdefault(name, {}).setdefault(key if has_parts else key + part, {})[part] = tensor
+    groups = [(group["params"], _KEYS_OF[group["algorithm"]]) for group in optimizer.param_groups]
+    order = [(name_of[id(parameter)], keys) for parameters, keys in groups for parameter in parameters]
+    for name, keys in order:
+        if keys != (held := set(parts.get(name, keys))):
+            raise ValueError(f"the optimiser's state of {name} has {sorted(held)} instead of {sorted(keys)}")
+    state = {
+        i: {key: _moment_of(key, each) for key, each in parts[name].items()}
+        for i, (name, _) in enumerate(order)
+        if name in parts
+    }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

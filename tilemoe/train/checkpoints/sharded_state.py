@@ -251,7 +251,7 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
 
     ValueError: there is no such parameter, or its state cannot have that shape; no memory is taken then.
     """
-    of, _, part = split_name(name)
+    of, key, part = split_name(name)
     parameter = parameters.get(of)
     if parameter is None:
         raise ValueError(f"checkpoint: {name} is for no parameter of the model; use the settings it was trained with")
@@ -262,15 +262,15 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
         )
     if part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
         return blocks_like(parameter)
-    if part != ".scale" and tuple(shape) == tuple(parameter.shape):
+    if part != ".scale" and key != "step" and tuple(shape) == tuple(parameter.shape):
         dtype = torch.uint8 if part else torch.float32
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if part or math.prod(shape) != 1:
+    if part or key != "step" or shape:  # to a smaller moment fused AdamW would write beyond its end
         raise ValueError(
             f"checkpoint: {name} is {tuple(shape)} but its parameter {tuple(parameter.shape)}; use the settings "
             "it was trained with"
         )
-    return torch.empty(tuple(shape))
+    return torch.empty(())
 
 
 def first_failure(error: CheckpointException) -> str:
