@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
 from tilemoe.train.metrics import MetricsWriter, TensorBoard, WandB, read_metrics, truncate_metrics
 from tilemoe.train.progress import Phases, Reporter, Speed, StepStats, TerminalReporter
-from tilemoe.train.run import train
+from tilemoe.train.run import draw, train
 
 
 def write_run(folder: Path, steps: int = 6) -> Path:
@@ -94,6 +95,26 @@ def test_the_plot_tells_a_subset_from_the_whole_split(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     axes = run_figure(list(read_metrics(write_run(tmp_path / "other", steps=2))), "title").axes[0]
     assert [line.get_label() for line in axes.get_lines()] == ["training", "held-out, whole split"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.pop("nats_per_token"),
+        lambda record: record.update(nats_per_token=10**400),
+        lambda record: record.update(tokens_per_second="x"),
+        lambda record: record.update(rank_load=3),
+        lambda record: record.update(router_entropy=[1, 2, 3]),
+    ],
+)
+def test_records_that_cannot_be_drawn_are_named(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = write_run(tmp_path)
+    first, *others = path.read_text().splitlines()
+    record = json.loads(first)
+    change(record)
+    path.write_text("\n".join([json.dumps(record), *others, ""]))
+    with raises_one_line("metrics.jsonl cannot be drawn"):
+        draw(tmp_path, "title")
 
 
 class FakeWandB(ModuleType):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import tilemoe
+from tilemoe.checks import told
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.files import digest_of_sources, owned_folder, write_atomic
@@ -418,8 +419,12 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
 
 def draw(run_dir: Path, title: str) -> Path:
     """Draw ``run_dir``'s metrics into ``plot.png``; returns its path. ModuleNotFoundError: matplotlib is missing."""
-    target = run_dir / PLOT_FILE
-    write_atomic(target, png(run_figure(list(read_metrics(run_dir / METRICS_FILE)), title)))
+    target, records = run_dir / PLOT_FILE, list(read_metrics(run_dir / METRICS_FILE))
+    try:
+        drawn = png(run_figure(records, title))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:  # records may hold anything
+        raise ValueError(f"{METRICS_FILE} cannot be drawn ({type(error).__name__}: {told(error)})") from error
+    write_atomic(target, drawn)
     return target
 
 
