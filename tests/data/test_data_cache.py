@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,30 @@ def test_damage_to_a_reused_cache_is_named_and_never_repaired_silently(folder: P
     assert "index.json: cannot be used" in error_of(str(folder), "bytes", tmp_path)
     shutil.rmtree(directory)
     prepare(str(folder), "bytes", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value"),
+    [
+        *(("heldout", name, value) for name in ("num_tokens", "num_bytes") for value in (-1, True, 3.0, "3", 10**400)),
+        *(("", "dtype", value) for value in ("<f8", "u1,u1", "O", "V0", ["<u2"], None)),
+        *(("", name, value) for name in ("vocab_size", "undecodable_bytes") for value in ("256", [1], -1)),
+        ("heldout", "num_tokens", 0),
+        ("", "notes", 7),
+        ("shard", "file", "../../heldout.bin"),
+    ],
+)
+def test_what_a_signed_index_says_is_checked(folder: Path, tmp_path: Path, of: str, name: str, value: Any):
+    """A checkpoint of somebody else may name a cache."""
+    directory = prepare(str(folder), "bytes", tmp_path).train.directory
+    content = json.loads((directory / "index.json").read_bytes())
+    heldout = content["splits"]["heldout"]
+    {"": content, "heldout": heldout, "shard": heldout["shards"][0]}[of][name] = value
+    del content["checksum"]
+    (directory / "index.json").write_text(json.dumps({**content, "checksum": shards_module._index_checksum(content)}))
+    if name == "file":
+        (directory / "heldout-00000.bin").rename(tmp_path / "heldout.bin")
+    assert re.search(r"index.json: cannot be used|bin: cannot be read", error_of(str(folder), "bytes", tmp_path))
 
 
 def test_shards_of_another_corpus_under_the_same_name(folder: Path, tmp_path: Path):

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tilemoe.checks import expand_user, require_choice, require_int
+from tilemoe.checks import expand_user, require_choice, require_int, told
 from tilemoe.data.chat_encoder import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
 from tilemoe.data.corpus import (
@@ -163,7 +163,8 @@ def prepare_chat(
         )
         train, heldout = (PackedDocuments(shards, seq_len, packing) for shards in open_splits(folder))
         index = read_index(folder)
-        return Prepared(train, heldout, tokenizer, tuple(index["notes"]), corpus.read_and_skipped(index))
+        notes = tuple(map(told, index.get("notes", ())))  # which name files
+        return Prepared(train, heldout, tokenizer, notes, corpus.read_and_skipped(index))
 
 
 @contextmanager

@@ -65,7 +65,8 @@ class PackedDocuments:
         starts, learnt = _scan(shards)
         self._starts = np.append(starts, shards.num_tokens)
         places = np.diff(self._starts) - 1
-        assert places.size == 0 or places.max() <= seq_len, "longer documents were turned away or cut"
+        if places.max(initial=0) > seq_len:  # our own shards have none: they were turned away or cut
+            raise ValueError(f"token shards {self.directory}: a document of over {seq_len + 1} tokens; delete them")
         window_of_document = pack(places, seq_len) if packing == "best_fit" else np.arange(places.size)
         self.num_windows = int(window_of_document.max()) + 1 if places.size else 0
         self._document_of_slot = np.argsort(window_of_document, kind="stable")

@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tilemoe.checks import parse_json
+from tilemoe.checks import parse_json, require_int
 from tilemoe.data.corpus import Split
 from tilemoe.files import open_regular, read_text, sha256_file
 
@@ -29,6 +30,7 @@ VERSION = 1
 INDEX = "index.json"
 SHARD_TOKENS = 1 << 28  # tokens of a full shard: 512 MiB in uint16
 
+_DTYPES = MappingProxyType({name: np.dtype(name) for name in ("<u2", "<u4")})
 _HASH_THREADS = 8
 _AGAIN = "delete the folder and it is prepared again"
 
@@ -63,7 +65,7 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         tokens = ids.astype(self._dtype)
         while tokens.size:
             if self._file is None:
-                self._file = (self._directory / f"{self._split}-{len(self._shards):05d}.bin").open("xb")
+                self._file = (self._directory / _name(self._split, len(self._shards))).open("xb")
             part = tokens[: self._shard_tokens - self._tokens_in_shard]
             self._file.write(part.tobytes())
             self._digest.update(part.tobytes())
@@ -101,16 +103,18 @@ class TokenShards:
         index = read_index(directory)
         self.directory, self.split = directory, split
         try:
-            self._dtype = np.dtype(index["dtype"])
             entry = index["splits"][split]
-            self.separator_id = int(index["separator_id"])
-            self.vocab_size = int(index["vocab_size"])
-            self.num_tokens = self.num_targets = int(entry["num_tokens"])
-            self.num_bytes = int(entry["num_bytes"])
-            self._shards = [
-                (directory / str(s["file"]), int(s["num_tokens"]), str(s["sha256"])) for s in entry["shards"]
+            self._dtype = _DTYPES[index["dtype"]]
+            self.separator_id, self.vocab_size = _count(index["separator_id"]), _count(index["vocab_size"])
+            self.num_tokens = self.num_targets = _count(entry["num_tokens"], 1)
+            self.num_bytes = _count(entry["num_bytes"])
+            self._shards = [  # only files in its own folder, whatever the index names
+                (directory / _name(split, number), _count(shard["num_tokens"]), shard["sha256"])
+                for number, shard in enumerate(entry["shards"])
             ]
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            _count(index.get("undecodable_bytes", 0))
+            tuple(index.get("notes", ()))
+        except (KeyError, TypeError, ValueError) as error:
             raise _bad_index(directory, f"{type(error).__name__}: {error}") from error
         with contextlib.ExitStack() as stack:
             self._files = [
@@ -160,10 +164,19 @@ class TokenShards:
                     raise ValueError(f"token shard {path}: its content is not what was written; {_AGAIN}")
 
 
+def _name(split: Split, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
+
+
+def _count(value: Any, least: int = 0) -> int:
+    require_int("each number", value, least)
+    return int(value)
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smaller of uint16 and uint32, little-endian, that holds ids below ``vocab_size``."""
     assert 0 < vocab_size <= 1 << 32
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    return _DTYPES["<u2" if vocab_size <= 1 << 16 else "<u4"]
 
 
 def write_index(directory: Path, fields: Mapping[str, Any]) -> None:

@@ -103,7 +103,7 @@ def evaluate(
     per_token = nats / tokens
     whole = tokens == shards.num_targets
     per_byte = None
-    if shards.num_bytes is not None and (whole or shards.num_tokens == shards.num_bytes):
+    if shards.num_bytes and (whole or shards.num_tokens == shards.num_bytes):
         per_byte = per_token * shards.num_tokens / shards.num_bytes
     return Evaluation(per_token, per_byte, tokens, whole, counts.tolist())
 
