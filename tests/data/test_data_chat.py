@@ -214,7 +214,7 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (path.parent / "chat_template.jinja").write_text(template)
         with raises_one_line(rf"a\.jsonl:1: {message}"):
             prepared(rows, tmp_path, str(path))
-    for content in ("[1]", '{"chat_template": "a", "eos_token": "\\ud800"}'):
+    for content in ("[1]", '{"chat_template": "a", "eos_token": "\\ud800"}', '{"chat_template": 7}'):
         (path.parent / "tokenizer_config.json").write_text(content)
         (path.parent / "chat_template.jinja").unlink(missing_ok=True)
         with raises_one_line(r"tokenizer_config\.json: no chat template can be read"):

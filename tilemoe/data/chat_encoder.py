@@ -159,7 +159,10 @@ class ChatEncoder:
         """The text that the template renders, and the spans that it marks."""
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self._renderer.render(given, **options, **self._theirs.special_tokens_map)
+            text, marked = self._renderer.render(given, **options, **self._theirs.special_tokens_map)
+            if text != clean_text(text):
+                raise ValueError("its text has NUL or half of a surrogate pair")
+            return text, marked
         except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(
                 f"{example.name}: the chat template cannot render it ({told(error)}); correct or remove the line"

@@ -291,13 +291,13 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             source = source.get("default")
         if source is None:
             return None
-        tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
+        tokens = {name: fields[name] for name in _SPECIAL_TOKENS if fields.get(name) is not None}
         texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
         for text in (source, *texts.values()):
-            str(text).encode()  # raises for a lone surrogate, which no tokenizer takes
+            text.encode()  # raises for a lone surrogate, which no tokenizer takes, and for what is no text
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
-    return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
+    return ChatTemplate(source, tuple(texts.items()))
 
 
 def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
