@@ -58,9 +58,9 @@ def read_text(path: Path) -> str:
 
 
 def never_a_link(path: str, flags: int) -> int:
-    """The ``opener`` for files written in place. OSError: ``path`` is a link, wherever it leads."""
+    """The ``opener`` for files written in place. OSError: ``path`` is a link, or a pipe that nobody reads."""
     _require_no_link(path)
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _require_no_link(path: str | Path) -> None:
@@ -90,18 +90,14 @@ def write_atomic(path: Path, content: bytes) -> None:
 def staged_folder(final: Path) -> Iterator[Path]:
     """A new folder beside ``final`` that is renamed to it when the block ends, or removed if the block fails.
 
-    If another process has published ``final`` meanwhile, its folder stays and ours is removed.
+    OSError: the folder cannot be written, or another process has published ``final`` meanwhile, whose folder stays.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with _temporary_beside(final, Path.mkdir) as temporary:
         yield temporary
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
-        try:
-            rename_synced(temporary, final)
-        except OSError:
-            if not final.is_dir() or not any(final.iterdir()):
-                raise
+        rename_synced(temporary, final)
 
 
 def rename_synced(source: Path, target: Path) -> None:
@@ -205,7 +201,7 @@ def _remove_abandoned(path: Path) -> None:
         if not is_own or leftover.is_symlink():
             continue
         with contextlib.suppress(OSError):  # BlockingIOError: its writer is alive
-            descriptor = os.open(leftover, os.O_RDONLY)
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_NONBLOCK)  # it may be a pipe
             try:
                 if _locked(descriptor, waits=False):
                     _remove(leftover)

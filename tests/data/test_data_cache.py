@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,22 @@ def test_corpus_that_changes_while_it_is_read(folder: Path, tmp_path: Path, monk
     monkeypatch.setattr(cache_module, "_write_documents", write_and_touch)
     assert "its files changed while they were read; run again" in error_of(str(folder), "bytes", tmp_path)
     assert shard_folders(tmp_path) == []
+
+
+def test_without_locks_a_second_process_uses_the_first_one_s_shards(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = cache_module._write_documents
+
+    def write_later(*args: Any) -> None:
+        monkeypatch.setattr(cache_module, "_write_documents", write)
+        prepare(str(folder), "bytes", tmp_path)
+        write(*args)
+
+    monkeypatch.setattr(cache_module, "only_one_process", nullcontext)
+    monkeypatch.setattr(cache_module, "_write_documents", write_later)
+    directory = prepare(str(folder), "bytes", tmp_path).train.directory
+    assert shard_folders(tmp_path) == [directory]
 
 
 def test_leftovers_of_killed_processes_are_removed(folder: Path, tmp_path: Path):

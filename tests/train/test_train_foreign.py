@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import raises_one_line
 
-from tilemoe.files import never_a_link, only_one_process, write_atomic
+from tilemoe.files import never_a_link, only_one_process, own_name, staged_folder, write_atomic
 from tilemoe.train.checkpoints.folder import drop_old, find_latest, open_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints, temporary_of, trash_of
 from tilemoe.train.config import Recipe
@@ -241,3 +241,26 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, theirs: Path, target:
             write()
     assert contents(theirs) == before
     assert link.is_symlink()
+
+
+def test_a_folder_that_came_meanwhile_stays_and_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def make() -> None:
+        with staged_folder(out) as staging:
+            (staging / "ours").touch()
+            out.mkdir()
+            (out / "theirs").touch()
+
+    with pytest.raises(OSError, match="not empty"):
+        make()
+    assert [*tmp_path.iterdir(), *out.iterdir()] == [out, out / "theirs"]
+
+
+def test_a_pipe_in_the_place_of_a_lock_or_a_leftover_does_not_block(tmp_path: Path) -> None:
+    for name in (".lock-file", own_name(".tmp-file-0")):
+        os.mkfifo(tmp_path / name)
+    write_atomic(tmp_path / "file", b"new")
+    with pytest.raises(OSError, match="lock-file"), only_one_process(tmp_path / "file"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock-file", "file"]

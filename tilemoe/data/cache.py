@@ -207,7 +207,7 @@ def cached_shards(
     if read_only is not None and not folder.exists() and (read_only / name).exists():
         folder = read_only / name
     if not folder.exists():
-        with only_one_process(folder):
+        with only_one_process(folder), _made_once(folder):
             if not folder.exists():
                 with staged_folder(folder) as staging:
                     fields = _build(staging, corpus, write, num_values, shard_tokens)
@@ -219,6 +219,16 @@ def cached_shards(
     if read_index(folder).get("fingerprint") != fingerprint:
         raise ValueError(f"token shards {folder}: made from another corpus or tokenizer; delete the folder")
     return folder
+
+
+@contextmanager
+def _made_once(folder: Path) -> Iterator[None]:
+    """Where files have no locks, two processes may make ``folder``: the second one's error is none."""
+    try:
+        yield
+    except OSError:
+        if not folder.exists():
+            raise
 
 
 def open_splits(folder: Path) -> tuple[TokenShards, TokenShards]:
