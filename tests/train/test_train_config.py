@@ -72,6 +72,7 @@ def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:
         (MuonConfig, {"ns_steps": 100}, "optim.muon.ns_steps must be below 100, got 100; 5 is usual"),
         (MuonConfig, {"ns_coefficients": (1.0, 2.0)}, "optim.muon.ns_coefficients must be three finite numbers"),
         (MuonConfig, {"ns_coefficients": 3}, "optim.muon.ns_coefficients must be three finite numbers, got 3"),
+        (MuonConfig, {"ns_coefficients": (1.0, 2.0, 10**400)}, "optim.muon.ns_coefficients must be three"),
         (MuonConfig, {"ns_coefficients": (1.0, 2.0, float("nan"))}, "optim.muon.ns_coefficients must be three"),
         (MuonConfig, {"lr_scale": 0.0}, "optim.muon.lr_scale must be a finite number > 0"),
         (TrainConfig, {"steps": 0, "out_dir": "x"}, "train.steps"),

@@ -394,7 +394,8 @@ def differences(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    most = math.inf if isinstance(value, float) else 1 << 63  # a tensor cannot be multiplied by a larger integer
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < most
 
 
 def _as_number(text: str) -> float | None:
