@@ -43,7 +43,10 @@ def test_resuming_cuts_to_the_checkpoint(tmp_path: Path, torn: bytes) -> None:
     path = write_run(tmp_path)
     with path.open("ab") as file:
         file.write(torn)
+    (tmp_path / "copy").hardlink_to(path)
+    copied = path.read_bytes()
     truncate_metrics(path, 4)
+    assert (tmp_path / "copy").read_bytes() == copied
     assert [(r["kind"], r["step"]) for r in read_metrics(path)] == [
         ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4),
     ]  # fmt: skip

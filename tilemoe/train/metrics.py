@@ -20,7 +20,7 @@ from typing import Any
 
 from tilemoe.checks import parse_json, told
 from tilemoe.config import to_dict
-from tilemoe.files import never_a_link, open_regular, read_text
+from tilemoe.files import never_a_link, open_regular, read_text, write_atomic
 from tilemoe.train.config import Recipe
 
 RUN_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu", "capacity", "repeats"})
@@ -76,9 +76,9 @@ def truncate_metrics(path: Path, step: int) -> None:
         if record["step"] > step or (record["step"] == step and record["kind"] == "eval"):
             break
         kept = end
-    with open(path, "r+b", opener=never_a_link) as file:
-        file.truncate(kept)
-        os.fsync(file.fileno())
+    with open_regular(path) as file:
+        begin = file.read(kept)
+    write_atomic(path, begin)  # a new file: a copy of the run by hard links keeps the old one
 
 
 class TensorBoard:
