@@ -489,7 +489,7 @@ def check_errors() -> None:
         (adapted, mesh, {}, r"of PEFT \(base_model.model.model.layers.0.mlp.experts\) on something else .*; merge it"),
         (common, mesh, {}, r"experts \(first.experts\) that share the parameter scale, which cannot be divided"),
         (sharded, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
-        (data_parallel, mesh, {}, "wrapped by DistributedDataParallel already; call expert_parallel first, on what it"),
+        (data_parallel, mesh, {}, "wrapped by DistributedDataParallel already; call expert_parallel before you"),
         (nn.Sequential(data_parallel), mesh, {}, r"wrapped by DistributedDataParallel \(0\) already"),
         (divided, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
     ]  # fmt: skip

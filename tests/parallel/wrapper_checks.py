@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from expert_checks import (
+    CFG,
     E,
     Make,
     Net,
@@ -36,9 +37,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.replay import record_routing, replay_routing
+from tilemoe.layers.moe import MoE
 from tilemoe.parallel import clip_gradients, expert_parallel
 
 INF = float("inf")
@@ -135,6 +138,26 @@ def check_adapters_of_peft_on_experts() -> None:
     assert not torch.allclose(*logits, atol=1e-3)
 
 
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def make_parametrised(dtype: torch.dtype) -> Net:
+    net = make_net(dtype)
+    register_parametrization(net.first.experts, "w1", Halved())
+    return net
+
+
+def check_parametrised_and_tied_weights() -> None:
+    assert_as_one_process(make_parametrised, ep_and_fsdp())
+    tied = make_net_with_a_block(torch.float32)
+    tied.second = MoE(CFG)
+    tied.second.experts.w2 = tied.first.experts.w2
+    with raises_one_line(r"experts \(second.experts\) that share the parameter w2, which cannot be divided; move it"):
+        expert_parallel(tied, ep_alone())
+
+
 def check_fsdp1() -> None:
     """`use` on a model whose weights lie flat between forwards, and replay in it; it cannot be divided any more."""
     ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0)).to(device_of_rank())
@@ -160,7 +183,7 @@ def check_fsdp1() -> None:
             with replay_routing(sharded, replayed):
                 got.append(sharded(input_ids=ids).logits)
             assert_near(got, want, 1e-5)
-            with raises_one_line("wrapped by FullyShardedDataParallel already; call expert_parallel first"):
+            with raises_one_line("wrapped by FullyShardedDataParallel already; call expert_parallel before you"):
                 expert_parallel(sharded, ep_alone())
 
 

@@ -143,7 +143,9 @@ def divide_experts(
         for name, parameter in list(layer.named_parameters()):
             share = parameter.detach()[first : first + dispatcher.experts_per_rank].clone()
             divided = DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
-            layer.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+            owner, _, own = name.rpartition(".")  # a parametrised weight lies in a submodule
+            kept = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            layer.get_submodule(owner).register_parameter(own, kept)
         if isinstance(layer, Experts):
             layer.dispatcher = dispatcher
         else:
@@ -206,13 +208,15 @@ def _layers(module: nn.Module) -> list[nn.Module]:
             f"module ({type(module).__name__}) has no MoE layer to divide: no tilemoe.MoE, and no experts of "
             "transformers whose implementation can be chosen; shard it by fully_shard alone"
         )
+    seen: set[nn.Parameter] = set()
     for name, layer in found + theirs:
         parameters = dict(layer.named_parameters())
         if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             raise ValueError(
                 f"module has experts that are sharded already ({name}); call expert_parallel once, before fully_shard"
             )
-        shared = [key for key, parameter in parameters.items() if parameter.shape[:1] != (_num_experts(layer),)]
+        shared = [key for key, each in parameters.items() if each in seen or each.shape[:1] != (_num_experts(layer),)]
+        seen.update(parameters.values())
         if shared:
             raise ValueError(
                 f"module has experts ({name}) that share the parameter {shared[0]}, which cannot be divided; move it "
