@@ -282,6 +282,7 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--gpu", "V100"), "H200"),
         (("--dtype", "int8"), "bf16"),
         (("--dtype", "fp8", "--gpu", "a100"), "choose bf16"),
+        (("--save", "fp8", "--gpu", "a100"), "--save fp8: the A100 has no FP8; give --save full"),
         (("--num-experts-per-tok", 100), "num_experts"),
         (("--hidden-size", 0), "hidden_size must be at least 1"),
         (("--tokens", 0), "--tokens must be >= 1"),

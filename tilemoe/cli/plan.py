@@ -97,6 +97,8 @@ def run(arguments: Sequence[str]) -> None:
     _check(options)
     gpu, source = find_gpu(options.gpu), source_of(options)
     shape, overridden = shape_of(options, source.layer)
+    if shape.save == "fp8" and not gpu.fp8_tflops:
+        raise ValueError(f"--save fp8: the {gpu.name} has no FP8; give --save full, or choose another --gpu")
     plan: dict[str, Any] = {"source": source.name, "overridden": overridden, **layer_plan(shape, gpu, options.dtype)}
     if options.hosts is not None:
         plan["exchange"] = _exchange(options, source.layer, shape, gpu)
