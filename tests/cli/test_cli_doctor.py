@@ -165,4 +165,9 @@ def test_one_backend_is_tested_in_this_process_by_name(run: Run, fails: Fails, m
     status, out, _ = run("doctor", "--backend", "torch", "--device", "cpu")
     assert (status, json.loads(out)["why"]) == (0, "torch on cpu")
     assert "kernels must be None or one of" in fails("doctor", "--backend", "nope", "--device", "cpu")
+    for missing in ("nowhere:Class", "tilemoe:Nothing", "tilemoe:MoEConfig"):
+        message = fails("doctor", "--backend", missing, "--device", "cpu")
+        assert f"--backend {missing}: " in message
+        assert "give a name, or module:Class of a Backend" in message
+    assert "--device cuda:99: torch sees " in fails("doctor", "--backend", "torch", "--device", "cuda:99")
     assert "--seconds must be" in fails("doctor", "--backend", "torch", "--seconds", "0")

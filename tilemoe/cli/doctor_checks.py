@@ -101,12 +101,17 @@ def judge(name: str, device_name: str, seconds: int) -> Verdict:
     """
     require_int("--seconds", seconds, 1)
     device = device_named(device_name, "--device")
+    if device.type == "cuda" and (device.index or 0) >= (gpus := torch.cuda.device_count()):
+        raise ValueError(f"--device {device}: torch sees {gpus} CUDA GPUs here; name another, or cpu")
     signal.alarm(seconds)  # the parent process may be gone, and a GPU may hang
     if ":" in name:
         module, _, attribute = name.partition(":")
-        cls: type[Backend] = getattr(import_module(module), attribute)
-        register_backend(cls.name, cls)
-        name = cls.name
+        try:
+            cls: type[Backend] = getattr(import_module(module), attribute)
+            name = cls.name
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--backend {name}: {error}; give a name, or module:Class of a Backend") from error
+        register_backend(name, cls)
     backend = backend_named(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
