@@ -313,6 +313,7 @@ def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Rec
     halved = replace(recipe, data=replace(recipe.data, batch_size=2))
     twice = "a step has 8 sequences here and 4 in the checkpoint; --global-batch 4 keeps it"
     assert require_resumable(recipe, checkpoint, 2) == [twice]
+    assert require_resumable(recipe, checkpoint, 3) == ["a step has 12 sequences here and 4 in the checkpoint"]
     assert require_resumable(halved, checkpoint, 2) == ["data.batch_size is 2 here and 4 in the checkpoint"]
     for processes in (1, 4):
         with raises_one_line("of another run: data.batch_size is 2 here and 4 in the checkpoint; keep the saved value"):

@@ -106,7 +106,8 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
     free += differences(ours["model"], saved["model"], "model.")  # only how experts compute: the rest is checked above
     if state.processes and not is_same_step:
         here, there = recipe.sequences_per_step * processes, state.recipe.sequences_per_step * state.processes
-        free.append(f"a step has {here} sequences here and {there} in the checkpoint; --global-batch {there} keeps it")
+        keeps = "" if there % processes else f"; --global-batch {there} keeps it"
+        free.append(f"a step has {here} sequences here and {there} in the checkpoint{keeps}")
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep the saved value to resume"
