@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from recorded import runs
 
-from tilemoe.bench import record
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES
 from tilemoe.models.presets import MODEL_PRESETS
 from tilemoe.perf.hardware import GPUS, find_gpu
@@ -33,10 +33,7 @@ def setup_of_row(row: dict[str, Any]) -> Setup:
 
 
 ROWS = [
-    row
-    for name in ("train_throughput", "train_variants")
-    for row in record.rows(name, contestant="tilemoe")
-    if row["recipe"] != "wide" and row["commit"] not in SLOWER
+    row for row in runs("train_throughput", "train_variants") if row["recipe"] != "wide" and row["commit"] not in SLOWER
 ]
 
 

@@ -192,20 +192,10 @@ def trainer_of(recipe: Recipe, shared: bool) -> Trainer:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
-    ("shared", "param_dtype", "autocast", "normed"),
-    [
-        (False, "bfloat16", True, torch.float32),
-        (True, None, True, torch.float32),
-        (True, "bfloat16", False, torch.bfloat16),
-    ],
+    ("shared", "param_dtype", "autocast"), [(False, "bfloat16", True), (True, None, True), (True, "bfloat16", False)]
 )
 def test_bf16(
-    moe_recipe: Recipe,
-    monkeypatch: pytest.MonkeyPatch,
-    shared: bool,
-    param_dtype: str | None,
-    autocast: bool,
-    normed: torch.dtype,
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shared: bool, param_dtype: str | None, autocast: bool
 ) -> None:
     monkeypatch.setattr(loop, "has_fast_gemm", lambda device_type, dtype: True)
     settings = replace(moe_recipe.train, precision="bf16")
@@ -220,8 +210,7 @@ def test_bf16(
     found = [trainer.train_step().nats_per_token for _ in range(3)]
     expected = trainer_of(moe_recipe, False)
     assert found == pytest.approx([expected.train_step().nats_per_token for _ in range(3)], rel=5e-3)
-    # q and k are bf16 under autocast; with its fp32 weight their norm makes fp32 of them again.
-    assert seen == {(autocast, normed)}
+    assert seen == {(autocast, torch.bfloat16)}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}, "what the optimiser updates"
 
 

@@ -9,15 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilemoe.runtime.tracing import autocast_dtype, without_autocast
+
 
 class RMSNorm(nn.RMSNorm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in fp32 (fp64 for fp64 inputs).
 
-    x (..., d) -> (..., d) in the wider of x's and the weight's dtype: fp32 weights and bf16 activations, as under
-    autocast, give fp32.
+    x (..., d) -> (..., d) in the wider of x's and the weight's dtype, or under autocast in its dtype if x has it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         # Cast both to one dtype: PyTorch's fused kernel serves only that case.
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+        is_cast = x.dtype == autocast_dtype(x.device.type)
+        dtype = x.dtype if is_cast else torch.promote_types(x.dtype, self.weight.dtype)
+        with without_autocast(x.device.type):  # from PyTorch 2.12 on it computes norms in fp32
+            return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)

@@ -52,12 +52,30 @@ class _UpcastLinear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None
 
 
+_HIGH_BITS = -1 << 16  # of an fp32 number's bits, those of a bf16 number
+
+
+def _bf16_parts(weight: Tensor) -> Tensor:
+    """Three bf16 matrices (3E, d) whose sum is the fp32 ``weight`` (E, d): each has 8 of its 24 significant bits."""
+    high = (weight.view(torch.int32) & _HIGH_BITS).view(torch.float32)  # no cast there and back, which compilers elide
+    rest = weight - high
+    middle = (rest.view(torch.int32) & _HIGH_BITS).view(torch.float32)
+    return torch.cat([high, middle, rest - middle]).to(torch.bfloat16)
+
+
+def _logits_of_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T (T, E) fp32 for x (T, d) in 16 bits and a weight in x's dtype or, beside bf16, in fp32."""
+    if weight.dtype == x.dtype:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x, _bf16_parts(weight).t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
+
+
 class _HalfLinear(torch.autograd.Function):
-    """`_UpcastLinear` in fp32 for operands of one 16-bit dtype, on a GPU's 16-bit tensor cores. Returns logits and x.
+    """`_UpcastLinear` in fp32 for a 16-bit x, on a GPU's 16-bit tensor cores. Returns logits and x.
 
     fp32 holds the product of two bf16 or two fp16 numbers exactly, and tensor cores accumulate in fp32. The logits are
     therefore those of the upcast operands, except for the order of the sums, in a tenth of the time. The gradients are
-    rounded to the operands' dtype, as autograd does for any 16-bit linear layer.
+    rounded to x's dtype, as autograd does for any 16-bit linear layer.
 
     The experts read the second output, x. Its gradient is added in the GEMM that computes the router's share of dx:
     autograd's own sum would read both shares and write a third tensor.
@@ -71,10 +89,7 @@ class _HalfLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         with without_autocast(x.device.type):
-            if invariance == "batch":
-                logits = ops.invariant_logits(x, weight)
-            else:
-                logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+            logits = ops.invariant_logits(x, weight) if invariance == "batch" else _logits_of_halves(x, weight)
             # Not in place: torch.compile would lose the gradient.
             return logits if bias is None else logits + bias, x.view_as(x)
 
@@ -85,10 +100,10 @@ class _HalfLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         with without_autocast(x.device.type):
-            rounded = d_logits.to(x.dtype)
-            dx = None
+            rounded, dx = d_logits.to(x.dtype), None
             if need_x:
-                dx = torch.mm(rounded, weight) if dx_of_rest is None else ops.input_grad(rounded, weight, dx_of_rest)
+                half = weight.to(x.dtype)
+                dx = torch.mm(rounded, half) if dx_of_rest is None else ops.input_grad(rounded, half, dx_of_rest)
             # fp32 output: a split-K GEMM over the tokens then also keeps its partial sums in fp32.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
@@ -194,7 +209,8 @@ class Router(nn.Module):
             raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
-        if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
+        is_split = (x.dtype, self.weight.dtype, self.invariance) == (torch.bfloat16, torch.float32, "none")
+        if (is_split or x.dtype == self.weight.dtype) and has_exact_products(x.device, x.dtype):
             logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias, self.invariance)
             return RouterOutput(logits, handed_on if x.requires_grad else x)  # x: or the experts would compute dx
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)

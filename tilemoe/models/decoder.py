@@ -35,7 +35,7 @@ from tilemoe.routing.topk import aux_loss_of_layers, checked_mask, router_entrop
 from tilemoe.runtime.operator import refuse_transforms
 from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
-from tilemoe.runtime.tracing import can_be_read
+from tilemoe.runtime.tracing import autocast_dtype, can_be_read
 
 
 class LMOutput(NamedTuple):
@@ -184,7 +184,7 @@ class DecoderLM(nn.Module):
     Args:
         config: sizes, and which blocks have experts.
         device: of the parameters.
-        dtype: of the parameters. Under autocast over fp32 parameters the residual stream stays fp32.
+        dtype: of the parameters. Under autocast to bf16 the residual stream is bf16.
         recompute: passed to every MoE layer, see `tilemoe.MoE`.
         kernels: likewise.
 
@@ -335,6 +335,8 @@ class DecoderLM(nn.Module):
         """(normalised hidden (B, S, d), auxiliary loss (), (counts, pairs, entropy, statistics) of each MoE block)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
+        if autocast_dtype(hidden.device.type) == torch.bfloat16:  # not fp16, which the residual stream overflows
+            hidden = hidden.to(torch.bfloat16)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         if documents is None:
             positions = torch.arange(start, start + input_ids.shape[1], device=hidden.device)

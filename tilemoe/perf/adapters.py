@@ -4,8 +4,8 @@ T tokens of a micro-batch · d model width · n intermediate_size · w = 2n gate
 R = T K rows · r rank
 
 It models `tilemoe train --lora.rank r` on a model folder in bf16: adapters in fp32 on the routed experts and the four
-projections of attention. With experts in 4 bits, the other frozen weights and the residual stream are in bf16;
-otherwise embeddings, norms, routers and the residual stream are in fp32.
+projections of attention. With experts in 4 bits the other frozen weights are in bf16; otherwise embeddings, norms and
+routers are in fp32.
 """
 
 from __future__ import annotations

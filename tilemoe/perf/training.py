@@ -5,8 +5,7 @@ K experts per token · V vocabulary · P parameters · N GPUs · X GPUs that sha
 
 It models `tilemoe train`: fp32 weights and AdamW, compiled blocks, the loss in chunks, activation checkpointing as in
 `DecoderLM.set_checkpointing`. N GPUs use FSDP2: blocks are gathered and computed in bf16, gradients reduced in fp32.
-One GPU alone computes under autocast: the residual stream is fp32, and each weight has a bf16 copy until its
-backward.
+One GPU alone computes under autocast: each weight has a bf16 copy until its backward.
 """
 
 from __future__ import annotations
@@ -192,7 +191,7 @@ def kept_bytes(setup: Setup, tokens: int) -> int:
     """Bytes that all blocks save for backward. A recomputed block saves its input, recomputed attention nothing."""
     model = setup.sizes
     if setup.checkpointing == "block":
-        return model.num_layers * tokens * (_BF16 if setup.is_sharded else _FP32) * model.hidden_size
+        return model.num_layers * tokens * _BF16 * model.hidden_size
     kept = model.num_layers * _stream_bytes(setup, tokens) + model.num_dense_layers * _dense_bytes(setup, tokens)
     kept += setup.sizes.num_moe_layers * _experts_bytes(setup, tokens)
     if setup.checkpointing == "attention":
@@ -218,11 +217,8 @@ def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
 
 
 def _stream_bytes(setup: Setup, tokens: int) -> int:
-    """Bytes of a block's residuals and normed inputs. On one GPU alone both residuals are fp32, and the experts' normed
-    input is saved twice: in fp32 for the router, and in bf16.
-    """
-    of_an_element = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
-    return tokens * of_an_element * setup.sizes.hidden_size
+    """Bytes of a block's two residuals and two normed inputs."""
+    return tokens * 4 * _BF16 * setup.sizes.hidden_size
 
 
 def _mixer_bytes(mixer: Mixer, tokens: int) -> int:
