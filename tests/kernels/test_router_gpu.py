@@ -39,12 +39,11 @@ def inputs(tokens: int, cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat1
 
 @pytest.mark.parametrize(("dtype", "of_weight"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("experts", [8, 128, 512])
-@pytest.mark.parametrize("tokens", [3000, 4097])
-def test_logits_have_the_quality_of_fp32(tokens: int, experts: int, dtype: torch.dtype, of_weight: torch.dtype) -> None:
+def test_logits_have_the_quality_of_fp32(experts: int, dtype: torch.dtype, of_weight: torch.dtype) -> None:
     """bf16 tokens beside fp32 weights: as under autocast."""
     cfg = MoEConfig(1536, 64, experts, 4, router=RouterConfig(bias=True))
     router = make(cfg, of_weight)
-    x = inputs(tokens, cfg, dtype)
+    x = inputs(3000, cfg, dtype)
     logits = router(x).logits
     leaves = (x, router.weight, router.bias)
     exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
@@ -52,7 +51,7 @@ def test_logits_have_the_quality_of_fp32(tokens: int, experts: int, dtype: torch
     assert logits.dtype == torch.float32
     # The matrix units add in fp32, but not with its rounding: 1.5e-6 was seen. In bf16 it would be 1.7e-3.
     assert relative_error(logits.detach(), exact.detach()) < 4e-6
-    d_logits = normal(tokens, experts)
+    d_logits = normal(3000, experts)
     with torch.autocast("cuda", dtype):
         plain = torch.autograd.grad(torch.nn.functional.linear(*leaves).float(), leaves, d_logits)
     wanted = torch.autograd.grad(exact, exact_leaves, d_logits.double())

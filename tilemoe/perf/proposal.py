@@ -26,7 +26,8 @@ CARDS = (16, 24, 48, 80, 141)  # GB
 # Fitted to the recorded steps of 7b, its 16 layers, 1b, single-gpu and olmoe (tests/perf/test_perf_proposal.py).
 DENSE_MFU = 0.7  # MFU of attention, projections and the head
 BLOCK_PASSES = 70  # passes over (T, d) in bf16, forward and backward: norms, rotary positions, residuals, copies
-BLOCK_SECONDS = 2.8e-3  # fixed cost per block and micro-batch: the host and short kernels
+BLOCK_SECONDS = 2.05e-3  # fixed cost per block and micro-batch: the host and short kernels
+HOOK_SECONDS = 0.75e-3  # FSDP's share of that
 # An exchanging layer's time over the sum of its computation's and its transfers' times (docs/distributed.md, 7B-n256).
 EXCHANGED = 1.14
 RECOMPUTED = 1.15  # the time of micro-batches that recompute over that of their kernels
@@ -170,7 +171,8 @@ def _micro_batch_seconds(setup: Setup, tokens: int) -> float:
         seconds += model.num_moe_layers * layer
     seconds += tokens * flops / (DENSE_MFU * 1e12 * setup.gpu.stated_tflops())
     passed = BLOCK_PASSES * (forwards + 2) / 3 * tokens * model.hidden_size * _PASS_BYTES
-    seconds += model.num_layers * (passed / _memory_rate(setup.gpu) + BLOCK_SECONDS)
+    fixed = BLOCK_SECONDS + HOOK_SECONDS * setup.is_sharded
+    seconds += model.num_layers * (passed / _memory_rate(setup.gpu) + fixed)
     return seconds if setup.checkpointing == "none" else RECOMPUTED * seconds
 
 

@@ -188,14 +188,17 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
 
 
 def kept_bytes(setup: Setup, tokens: int) -> int:
-    """Bytes that all blocks save for backward. A recomputed block saves its input, recomputed attention nothing."""
+    """Bytes that all blocks save for backward. A recomputed block saves its input. Recomputed attention saves nothing;
+    compiled, on one GPU alone, its projected queries and keys.
+    """
     model = setup.sizes
     if setup.checkpointing == "block":
         return model.num_layers * tokens * _BF16 * model.hidden_size
     kept = model.num_layers * _stream_bytes(setup, tokens) + model.num_dense_layers * _dense_bytes(setup, tokens)
     kept += setup.sizes.num_moe_layers * _experts_bytes(setup, tokens)
     if setup.checkpointing == "attention":
-        return kept
+        width = sum(count * mixer.matrices // (2 * model.hidden_size) for count, mixer in model.mixers)
+        return kept + (0 if setup.is_sharded else tokens * _BF16 * width)
     return kept + sum(count * _mixer_bytes(mixer, tokens) for count, mixer in model.mixers)
 
 
@@ -217,8 +220,10 @@ def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
 
 
 def _stream_bytes(setup: Setup, tokens: int) -> int:
-    """Bytes of a block's two residuals and two normed inputs."""
-    return tokens * 4 * _BF16 * setup.sizes.hidden_size
+    """Bytes of a block's two residuals and two normed inputs. On one GPU alone the compiled backward computes one of
+    the inputs again; FSDP's own buffers are about as large.
+    """
+    return tokens * (4 if setup.is_sharded else 3) * _BF16 * setup.sizes.hidden_size
 
 
 def _mixer_bytes(mixer: Mixer, tokens: int) -> int:

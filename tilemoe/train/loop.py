@@ -126,9 +126,7 @@ class Trainer:
         return self.recipe.train.out_path
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Autocast to bf16; disabled on a CPU without bf16, and where FSDP gathers the weights in bf16. There it is not
-        needed, and from PyTorch 2.12 on it makes norms compute in fp32 and keep fp32 copies of their inputs.
-        """
+        """Autocast to bf16; disabled on a CPU without bf16, and where FSDP gathers the weights in bf16."""
         enabled = self._wants_autocast and has_fast_gemm(self.device.type, torch.bfloat16)
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
