@@ -6,7 +6,7 @@
     python benchmarks/ways_text.py WHEELS FOLDER
 
 Left out: generated files, data in Python's syntax, and files of which most lines were in those before; a package gives
-`MOST_OF_A_PACKAGE` bytes at most, so that none prevails. The same wheels give the same bytes.
+`MOST_OF_A_PACKAGE` characters at most, so that none prevails. The same wheels give the same bytes.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from zipfile import ZipFile
 
-MOST_OF_A_PACKAGE, FEWEST, MOST, FILES = 5_000_000, 300, 400_000, 16  # bytes; of a file
+MOST_OF_A_PACKAGE, FEWEST, MOST, FILES = 5_000_000, 300, 400_000, 16  # characters; of a file
 GENERATED = re.compile("generated|do not edit", re.IGNORECASE)
 
 

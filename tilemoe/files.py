@@ -37,11 +37,15 @@ def open_regular(path: Path) -> io.BufferedReader:
 
     Opening a pipe does not wait for its writer.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
+    return open(path, "rb", opener=_regular)
+
+
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return descriptor
 
 
 def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
@@ -58,9 +62,9 @@ def read_text(path: Path) -> str:
 
 
 def never_a_link(path: str, flags: int) -> int:
-    """The ``opener`` for files written in place. OSError: ``path`` is a link, or a pipe that nobody reads."""
+    """The ``opener`` for files written in place. OSError: ``path`` is a link, a pipe or a device."""
     _require_no_link(path)
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return _regular(path, flags | os.O_NOFOLLOW)
 
 
 def _require_no_link(path: str | Path) -> None:

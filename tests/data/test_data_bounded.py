@@ -32,6 +32,7 @@ ATTACKS = {
     "doubled": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "characters": "{% set s = 'a' * 6 * 10 ** 7 %}{{ [s | list, s | list, s | list, s | list, s | list] | length }}",
     "a long text": "{{ 'a ' * 10 ** 6 }}{% generation %}b{% endgeneration %}",
+    "of a long template": "{#" + "€" * 60_000 + "#}{{ 'a ' * 10 ** 6 }}{% generation %}b{% endgeneration %}",
     "half a pair": "{{ '\\ud800' }}{% generation %}b{% endgeneration %}",
     "NUL": "{{ '\\0' }}{% generation %}b{% endgeneration %}",
     "a long template": "{{ 1 }}" * 99_999,

@@ -96,6 +96,8 @@ def test_autocast_stays_close_and_keeps_fp32_gradients() -> None:
     assert relative_error(out.loss.detach(), expected.detach().double()) < 1e-2
     (out.loss + out.aux_loss).backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.double()(inputs).logits.dtype == torch.float64, "autocast leaves it alone"
 
 
 def test_initial_weights_are_a_function_of_the_seed() -> None:

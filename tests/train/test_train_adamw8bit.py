@@ -16,7 +16,7 @@ from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.sharded_state import read_training, whole_tensors
 from tilemoe.train.config import OptimConfig, Recipe
 from tilemoe.train.job.processes import Job
-from tilemoe.train.optim import make_optimizer, optimizer_tensors, set_learning_rate
+from tilemoe.train.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
 from tilemoe.train.preflight import require_ready
 from tilemoe.train.run import train
 
@@ -44,6 +44,22 @@ def test_updates_are_near_adamw_s_and_moments_take_a_byte() -> None:
         "weight.exp_avg_sq.codes": (torch.uint8, (128, 64)),
         "weight.exp_avg_sq.scale": (torch.float32, (32,)),
     }
+
+
+@pytest.mark.parametrize(
+    ("gone", "added"), [("exp_avg.scale", None), ("exp_avg.codes", None), (None, "exp_avg"), (None, "step.scale")]
+)
+def test_half_a_moment_or_two_of_it_are_refused(gone: str | None, added: str | None) -> None:
+    model = nn.Linear(64, 128)
+    optimizer = make_optimizer(model, CONFIG)
+    model.weight.grad = torch.randn(128, 64)
+    optimizer.step()
+    held = optimizer_tensors(model, optimizer)
+    held.pop(f"weight.{gone}", None)
+    if added is not None:
+        held[f"weight.{added}"] = torch.zeros(128, 64)
+    with raises_one_line("the optimiser's state of weight has"):
+        load_optimizer_tensors(model, optimizer, held)
 
 
 def test_many_shapes_are_compiled_few_times_into_torchao_s_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,10 @@ def test_resuming_cuts_to_the_checkpoint(tmp_path: Path, torn: bytes) -> None:
         file.write(torn)
     (tmp_path / "copy").hardlink_to(path)
     copied = path.read_bytes()
+    path.chmod(0o600)
     truncate_metrics(path, 4)
     assert (tmp_path / "copy").read_bytes() == copied
+    assert path.stat().st_mode & 0o777 == 0o600
     assert [(r["kind"], r["step"]) for r in read_metrics(path)] == [
         ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4),
     ]  # fmt: skip

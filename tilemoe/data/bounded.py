@@ -20,7 +20,7 @@ from typing import Any
 
 _SECONDS, _MEMORY = 1.0, 2 << 30  # limits of a rendering: CPU time, and bytes
 _LONGEST = 1 << 17  # characters of a template: the known ones have up to 30,000
-_GROWTH = 8  # most bytes of an answer for each that was asked, beside the `_LONGEST` of a template
+_GROWTH = 8  # most bytes of an answer for each of the messages, beside the `_LONGEST` of a template
 _TOO_MUCH = "rendering it needs too much time or memory, or makes too long a text"
 # The subprocess imports from this process' sys.path, not from the current folder.
 _PROGRAM = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], {}, '__main__')"
@@ -51,7 +51,7 @@ class Renderer:
         with contextlib.suppress(BrokenPipeError):
             to.write(asked)
             to.flush()
-            said = answers.readline(_LONGEST + _GROWTH * len(asked))
+            said = answers.readline(_LONGEST + _GROWTH * len(json.dumps(messages)))
         if not said.endswith(b"\n"):
             _end(self._process)
             self._process = None  # the next rendering begins anew

@@ -80,7 +80,8 @@ def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
 
     If the experts are frozen, it keeps the adapters' factors, and the sum is never materialised.
     """
-    of_threads = tuple(vars(experts).get(_LENT, ()))  # copied, as another thread may change the list meanwhile
+    # Copied, as another thread may change the list meanwhile. Traced, there are none: see `_lend`.
+    of_threads = () if torch.compiler.is_compiling() else tuple(vars(experts).get(_LENT, ()))
     lent = [rest for thread, *rest in of_threads if thread == get_ident() and rest[0].parameter_name == name]
     if lent and are_frozen(experts) and not isinstance(weight, FrozenWeight):
         weight = FrozenWeight(weight, weight.dtype)

@@ -56,7 +56,10 @@ _HIGH_BITS = -1 << 16  # of an fp32 number's bits, those of a bf16 number
 
 
 def _bf16_parts(weight: Tensor) -> Tensor:
-    """Three bf16 matrices (3E, d) whose sum is the fp32 ``weight`` (E, d): each has 8 of its 24 significant bits."""
+    """Three bf16 matrices (3E, d) whose sum is the fp32 ``weight`` (E, d): each has 8 of its 24 significant bits.
+
+    Of finite numbers; those below 2^-109 lose bits.
+    """
     high = (weight.view(torch.int32) & _HIGH_BITS).view(torch.float32)  # no cast there and back, which compilers elide
     rest = weight - high
     middle = (rest.view(torch.int32) & _HIGH_BITS).view(torch.float32)
@@ -70,12 +73,22 @@ def _logits_of_halves(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, _bf16_parts(weight).t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
 
 
+def _weight_grad(d_logits: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """d_logits^T x (E, d) in ``dtype``, the weight's; of d_logits (T, E) rounded to x's dtype, unless that is fp32.
+
+    fp32 output: a split-K GEMM over the tokens then also keeps its partial sums in fp32.
+    """
+    if dtype == x.dtype:
+        return torch.mm(d_logits.to(dtype).t(), x, out_dtype=torch.float32).to(dtype)
+    return torch.mm(_bf16_parts(d_logits.t()), x, out_dtype=torch.float32).unflatten(0, (3, -1)).sum(0)
+
+
 class _HalfLinear(torch.autograd.Function):
     """`_UpcastLinear` in fp32 for a 16-bit x, on a GPU's 16-bit tensor cores. Returns logits and x.
 
     fp32 holds the product of two bf16 or two fp16 numbers exactly, and tensor cores accumulate in fp32. The logits are
-    therefore those of the upcast operands, except for the order of the sums, in a tenth of the time. The gradients are
-    rounded to x's dtype, as autograd does for any 16-bit linear layer.
+    therefore those of the upcast operands, except for the order of the sums, in a tenth of the time. Gradients in 16
+    bits are computed from d_logits in 16 bits, as autograd does for any 16-bit linear layer.
 
     The experts read the second output, x. Its gradient is added in the GEMM that computes the router's share of dx:
     autograd's own sum would read both shares and write a third tensor.
@@ -100,12 +113,11 @@ class _HalfLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         with without_autocast(x.device.type):
-            rounded, dx = d_logits.to(x.dtype), None
+            dx = None
             if need_x:
-                half = weight.to(x.dtype)
+                rounded, half = d_logits.to(x.dtype), weight.to(x.dtype)
                 dx = torch.mm(rounded, half) if dx_of_rest is None else ops.input_grad(rounded, half, dx_of_rest)
-            # fp32 output: a split-K GEMM over the tokens then also keeps its partial sums in fp32.
-            d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
+            d_weight = _weight_grad(d_logits, x, weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
         return dx, d_weight, d_bias, None
 

@@ -335,8 +335,8 @@ class DecoderLM(nn.Module):
         """(normalised hidden (B, S, d), auxiliary loss (), (counts, pairs, entropy, statistics) of each MoE block)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
-        if autocast_dtype(hidden.device.type) == torch.bfloat16:  # not fp16, which the residual stream overflows
-            hidden = hidden.to(torch.bfloat16)
+        if hidden.dtype == torch.float32 and autocast_dtype(hidden.device.type) == torch.bfloat16:
+            hidden = hidden.to(torch.bfloat16)  # not to fp16, which the residual stream overflows
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         if documents is None:
             positions = torch.arange(start, start + input_ids.shape[1], device=hidden.device)

@@ -24,6 +24,7 @@ class Mixer:
         chunk: if given, a token sees only keys of its own chunk of this many tokens.
         scores: 16-bit elements per token and key that transformers' eager attention keeps, where its class has no SDPA.
         working: 16-bit elements per token that its backward has beside what is kept.
+        normed: 16-bit elements per token of the projected queries and keys that are normalised.
         per_token: multiplications and additions per token, apart from matrices and keys.
     """
 
@@ -37,6 +38,7 @@ class Mixer:
     chunk: int | None = None
     scores: int = 0
     working: int = 0
+    normed: int = 0
 
     def keys(self, length: int) -> float:
         """Keys that a query sees, on average over a sequence of ``length``."""
@@ -92,13 +94,15 @@ def attention_mixer(
     before and after the heads are transposed; and one number per query and head.
     """
     queries, keys = heads * width, kv_heads * width
+    to_norm = queries + keys if normed else 0
     return Mixer(
         matrices=2 * d * (queries + keys),
         vectors=vectors,
         products=2 * queries,
-        kept=3 * queries + 2 * keys + (queries + keys if normed else 0),
+        kept=3 * queries + 2 * keys + to_norm,
         kept_fp32=heads,
         window=window,
+        normed=to_norm,
     )
 
 

@@ -56,8 +56,7 @@ class Tuning:
     @property
     def setup(self) -> training.Setup:
         """The `training.Setup` that gives the blocks' activations, which full training has, too."""
-        is_bf16, mode = self.experts != "dense", self.checkpointing
-        return training.Setup(self.model, self.gpu, 1, 1, self.seq_len, wrapped=is_bf16, checkpointing=mode)
+        return training.Setup(self.model, self.gpu, 1, 1, self.seq_len, checkpointing=self.checkpointing)
 
 
 def adapter_parameters(tuning: Tuning) -> int:

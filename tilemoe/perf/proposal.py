@@ -27,7 +27,7 @@ CARDS = (16, 24, 48, 80, 141)  # GB
 DENSE_MFU = 0.7  # MFU of attention, projections and the head
 BLOCK_PASSES = 70  # passes over (T, d) in bf16, forward and backward: norms, rotary positions, residuals, copies
 BLOCK_SECONDS = 2.05e-3  # fixed cost per block and micro-batch: the host and short kernels
-HOOK_SECONDS = 0.75e-3  # FSDP's share of that
+HOOK_SECONDS = 0.75e-3  # what FSDP's hooks add to it
 # An exchanging layer's time over the sum of its computation's and its transfers' times (docs/distributed.md, 7B-n256).
 EXCHANGED = 1.14
 RECOMPUTED = 1.15  # the time of micro-batches that recompute over that of their kernels

@@ -189,7 +189,7 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
 
 def kept_bytes(setup: Setup, tokens: int) -> int:
     """Bytes that all blocks save for backward. A recomputed block saves its input. Recomputed attention saves nothing;
-    compiled, on one GPU alone, its projected queries and keys.
+    compiled, on one GPU alone, the queries and keys that are normalised.
     """
     model = setup.sizes
     if setup.checkpointing == "block":
@@ -197,8 +197,7 @@ def kept_bytes(setup: Setup, tokens: int) -> int:
     kept = model.num_layers * _stream_bytes(setup, tokens) + model.num_dense_layers * _dense_bytes(setup, tokens)
     kept += setup.sizes.num_moe_layers * _experts_bytes(setup, tokens)
     if setup.checkpointing == "attention":
-        width = sum(count * mixer.matrices // (2 * model.hidden_size) for count, mixer in model.mixers)
-        return kept + (0 if setup.is_sharded else tokens * _BF16 * width)
+        return kept + (0 if setup.is_sharded else tokens * _BF16 * sum(n * mixer.normed for n, mixer in model.mixers))
     return kept + sum(count * _mixer_bytes(mixer, tokens) for count, mixer in model.mixers)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -77,8 +78,9 @@ def truncate_metrics(path: Path, step: int) -> None:
             break
         kept = end
     with open_regular(path) as file:
-        begin = file.read(kept)
+        begin, mode = file.read(kept), os.fstat(file.fileno()).st_mode
     write_atomic(path, begin)  # a new file: a copy of the run by hard links keeps the old one
+    path.chmod(stat.S_IMODE(mode))
 
 
 class TensorBoard:

@@ -26,6 +26,7 @@ _ADAMW_MODULES = frozenset({"head", "router", "shared_gate"})
 # An 8-bit moment of a parameter of at least 4,096 elements, a multiple of 256: codes (parameter's shape) uint8, scale
 # (elements / 256) fp32; `value = table[code] * scale` of its block (arXiv 2110.02861). The table is torchao's.
 PARTS, BLOCK, _LEAST = ("codes", "scale"), 256, 4096
+_STORED = ({""}, {".codes", ".scale"})  # the parts of a tensor of its state: in fp32 or in 8 bits
 _KEYS_OF = MappingProxyType(  # of a parameter's state
     {"adamw": frozenset({"exp_avg", "exp_avg_sq", "step"}), "muon": frozenset({"momentum_buffer"})}
 )
@@ -240,12 +241,15 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     parts: dict[str, dict[str, dict[str, Tensor]]] = {}
     for full_name, tensor in tensors.items():
         name, key, part = split_name(full_name)
-        parts.setdefault(name, {}).setdefault(key if has_parts else key + part, {})[part] = tensor
+        key, part = (key, part) if has_parts else (key + part, "")
+        parts.setdefault(name, {}).setdefault(key, {})[part] = tensor
     groups = [(group["params"], _KEYS_OF[group["algorithm"]]) for group in optimizer.param_groups]
     order = [(name_of[id(parameter)], keys) for parameters, keys in groups for parameter in parameters]
     for name, keys in order:
-        if keys != (held := set(parts.get(name, keys))):
-            raise ValueError(f"the optimiser's state of {name} has {sorted(held)} instead of {sorted(keys)}")
+        given = parts.get(name, {})
+        if given and (keys != set(given) or any(set(each) not in _STORED for each in given.values())):
+            held = sorted(key + part for key, each in given.items() for part in each)
+            raise ValueError(f"the optimiser's state of {name} has {held} instead of {sorted(keys)}")
     state = {
         i: {key: _moment_of(key, each) for key, each in parts[name].items()}
         for i, (name, _) in enumerate(order)

@@ -260,9 +260,10 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
             f"checkpoint: {name} is stored in blocks of {BLOCK}, which these processes do not share evenly; resume "
             "with another number of processes, or with other --parallel settings"
         )
-    if part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
+    is_moment = key != "step" and (part == "" or in_blocks(parameter))
+    if is_moment and part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
         return blocks_like(parameter)
-    if part != ".scale" and key != "step" and tuple(shape) == tuple(parameter.shape):
+    if is_moment and part != ".scale" and tuple(shape) == tuple(parameter.shape):
         dtype = torch.uint8 if part else torch.float32
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if part or key != "step" or shape:  # to a smaller moment fused AdamW would write beyond its end

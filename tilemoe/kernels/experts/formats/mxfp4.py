@@ -73,7 +73,7 @@ def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
         blocks = matrix.float().contiguous().unflatten(-1, (-1, BLOCK))
         largest = blocks.abs().amax(-1)
         exponent = (largest.frexp().exponent - 1 - _LARGEST_EXPONENT).clamp(-_BIAS, _BIAS)
-        exponent.masked_fill_(~largest.isfinite(), _BIAS + 1)  # of NaN, lest the block become finite
+        exponent.masked_fill_(~largest.isfinite(), _BIAS + 1)  # NaN: decoded, no value of the block is finite
         scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1))
         nibbles = torch.bucketize(scaled.abs(), middles, out_int32=True) | torch.where(scaled < 0, _SIGN, 0)
         of_codes.copy_(codes_of(nibbles.flatten(-2).to(torch.uint8), high_first=False))
