@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -139,8 +140,18 @@ def test_a_cpu_without_bf16_trains_and_evaluates_in_fp32(
     assert status == 0
     assert ("precision: fp32, because this CPU has no instructions for bf16" in said) != has_bf16
     evaluate = ("eval", "--checkpoint", tmp_path / "run", "--batches", 2)
-    assert run(*evaluate) == run(*evaluate, "--precision", "bf16" if has_bf16 else "fp32")
-    assert run(*evaluate) != run(*evaluate, "--precision", "fp32" if has_bf16 else "bf16")
+    seen: list[bool] = []
+    forward = tilemoe.DecoderLM.forward
+
+    def seeing(model: tilemoe.DecoderLM, *args: Any, **options: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return forward(model, *args, **options)
+
+    monkeypatch.setattr(tilemoe.DecoderLM, "forward", seeing)
+    for precision, is_cast in (((), has_bf16), (("--precision", "fp32"), False), (("--precision", "bf16"), True)):
+        seen.clear()
+        assert run(*evaluate, *precision)[0] == 0
+        assert set(seen) == {is_cast}
 
 
 def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:
