@@ -140,6 +140,7 @@ def test_a_cpu_without_bf16_trains_and_evaluates_in_fp32(
     assert status == 0
     assert ("precision: fp32, because this CPU has no instructions for bf16" in said) != has_bf16
     evaluate = ("eval", "--checkpoint", tmp_path / "run", "--batches", 2)
+    assert run(*evaluate) == run(*evaluate, "--precision", "bf16" if has_bf16 else "fp32")
     seen: list[bool] = []
     forward = tilemoe.DecoderLM.forward
 

@@ -286,7 +286,7 @@ def _of_rank(weight: FrozenWeight, other: FrozenWeight, rank: int) -> LowRank:
 def make_dense(model: nn.Module) -> int:
     """Replace each 4-bit weight by a plain frozen one of its dtype; returns how many there were."""
     for module, _, _ in quantized_weights(model):
-        refuse_offloaded(module)
+        _refuse_offloaded(module)
     count = 0
     for module, name, weight in quantized_weights(model):
         setattr(module, name, nn.Parameter(weight.dense(), requires_grad=False))
@@ -349,7 +349,7 @@ def weight_names(module: nn.Module) -> tuple[str, str]:
 
 def check_quantizable(module: nn.Module, storage: str) -> None:
     """ValueError unless the experts of ``module``, which may be on the meta device, can be stored as ``storage``."""
-    refuse_offloaded(module)
+    _refuse_offloaded(module)
     first, second = (getattr(module, name, None) for name in weight_names(module))
     if isinstance(first, FrozenWeight):
         raise _refusal(module, f"it is {first!r} already; call dequantize_experts first")
@@ -365,7 +365,7 @@ def check_quantizable(module: nn.Module, storage: str) -> None:
         raise _refusal(module, why)
 
 
-def refuse_offloaded(module: nn.Module) -> None:
+def _refuse_offloaded(module: nn.Module) -> None:
     """ValueError if accelerate keeps the module's weights, and would put them back in its next forward."""
     if hasattr(module, "_hf_hook") and any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(

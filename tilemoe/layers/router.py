@@ -22,6 +22,8 @@ from tilemoe.runtime.random import normal_
 from tilemoe.runtime.tensors import require_factory, require_tensors
 from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
+_HIGH_BITS = -1 << 16  # of an fp32 number's bits, those of a bf16 number
+
 
 class _UpcastLinear(torch.autograd.Function):
     """``x weight^T + bias`` in ``dtype``. It saves the operands in their own dtype; autograd would save upcast copies.
@@ -52,16 +54,13 @@ class _UpcastLinear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None
 
 
-_HIGH_BITS = -1 << 16  # of an fp32 number's bits, those of a bf16 number
-
-
-def _bf16_parts(weight: Tensor) -> Tensor:
-    """Three bf16 matrices (3E, d) whose sum is the fp32 ``weight`` (E, d): each has 8 of its 24 significant bits.
+def _bf16_parts(matrix: Tensor) -> Tensor:
+    """Three bf16 matrices (3M, N) whose sum is the fp32 ``matrix`` (M, N): each has 8 of its 24 significant bits.
 
     Of finite numbers; those below 2^-109 lose bits.
     """
-    high = (weight.view(torch.int32) & _HIGH_BITS).view(torch.float32)  # no cast there and back, which compilers elide
-    rest = weight - high
+    high = (matrix.view(torch.int32) & _HIGH_BITS).view(torch.float32)  # no cast there and back, which compilers elide
+    rest = matrix - high
     middle = (rest.view(torch.int32) & _HIGH_BITS).view(torch.float32)
     return torch.cat([high, middle, rest - middle]).to(torch.bfloat16)
 
@@ -74,9 +73,9 @@ def _logits_of_halves(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _weight_grad(d_logits: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """d_logits^T x (E, d) in ``dtype``, the weight's; of d_logits (T, E) rounded to x's dtype, unless that is fp32.
+    """d_logits^T x (E, d) in ``dtype``, the weight's: x's, to which d_logits (T, E) is rounded, or fp32 beside bf16.
 
-    fp32 output: a split-K GEMM over the tokens then also keeps its partial sums in fp32.
+    The GEMM's output is fp32: one that is split over the tokens then also keeps its partial sums in fp32.
     """
     if dtype == x.dtype:
         return torch.mm(d_logits.to(dtype).t(), x, out_dtype=torch.float32).to(dtype)

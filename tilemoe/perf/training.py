@@ -219,8 +219,8 @@ def repeated_bytes(setup: Setup, tokens: int, working: int) -> int:
 
 
 def _stream_bytes(setup: Setup, tokens: int) -> int:
-    """Bytes of a block's two residuals and two normed inputs. On one GPU alone the compiled backward computes one of
-    the inputs again; FSDP's own buffers are about as large.
+    """Bytes of a block's two residuals and two normed inputs. The compiled backward computes one of the inputs again;
+    if sharded, its bytes stand for FSDP's buffers.
     """
     return tokens * (4 if setup.is_sharded else 3) * _BF16 * setup.sizes.hidden_size
 

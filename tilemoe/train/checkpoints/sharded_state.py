@@ -255,18 +255,18 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> 
     parameter = parameters.get(of)
     if parameter is None:
         raise ValueError(f"checkpoint: {name} is for no parameter of the model; use the settings it was trained with")
-    if part and isinstance(parameter, DTensor) and not in_blocks(parameter):
+    if part and not in_blocks(parameter):
         raise ValueError(
             f"checkpoint: {name} is stored in blocks of {BLOCK}, which these processes do not share evenly; resume "
             "with another number of processes, or with other --parallel settings"
         )
-    is_moment = key != "step" and (part == "" or in_blocks(parameter))
+    is_moment = key != "step"
     if is_moment and part == ".scale" and tuple(shape) == (parameter.numel() // BLOCK,):
         return blocks_like(parameter)
     if is_moment and part != ".scale" and tuple(shape) == tuple(parameter.shape):
         dtype = torch.uint8 if part else torch.float32
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if part or key != "step" or shape:  # to a smaller moment fused AdamW would write beyond its end
+    if part or is_moment or shape:  # to a smaller moment fused AdamW would write beyond its end
         raise ValueError(
             f"checkpoint: {name} is {tuple(shape)} but its parameter {tuple(parameter.shape)}; use the settings "
             "it was trained with"
