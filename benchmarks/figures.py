@@ -160,21 +160,21 @@ def fine_tuning(folder: Path) -> Path:
 
 
 def ways(folder: Path) -> Path:
-    """Held-out losses of one recipe trained in several ways, and their differences to the first run of top-K."""
-    runs = record.newest("ways", "way", "seed")
-    of_topk = runs["top-K", min(seed for way, seed in runs if way == "top-K")]
-    base = dict(of_topk["heldout_nats_per_token"])
+    """Held-out losses of one recipe trained in several ways, and their differences to top-K on the same text."""
     figure = Figure(figsize=(WIDTH, 6), layout="constrained")
     losses, apart = figure.subplots(2, 1, sharex=True)
-    for ((way, seed), row), style in zip(runs.items(), cycle(STYLES), strict=False):
+    for row, style in zip(record.rows("ways"), cycle(STYLES), strict=False):
+        given, name = row["options"], f"{row['way']}, seed {row['seed']}, {row['tokens_per_second']:,.0f} tokens/s"
+        of_topk = record.rows("ways", way="top-K", seed=0, options=given)[-1]
+        base = dict(of_topk["heldout_nats_per_token"])
         steps, values = zip(*row["heldout_nats_per_token"], strict=True)
-        name = f"{way}, seed {seed}: {values[-1]:.4f}, {row['tokens_per_second']:,.0f} tokens/s ({row['commit'][:7]})"
-        losses.plot(steps, values, label=name, **style.line)
+        text = given[given.index("--data.corpus") + 1]
+        losses.plot(steps, values, label=f"{text}: {name} ({row['commit'][:7]}), {values[-1]:.4f}", **style.line)
         percent = [100 * (value / base[step] - 1) for step, value in zip(steps, values, strict=True)]
         apart.plot(steps, percent, **style.line)
     losses.set(ylabel="held-out loss, nats/token", yscale="log")
     losses.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    apart.set(ylabel="difference to top-K, %", xlabel="optimiser step")
+    apart.set(ylabel="difference to top-K of the same text, %", xlabel="optimiser step")
     for axis in (losses, apart):
         axis.grid(alpha=0.3, which="both")
     losses.legend(fontsize=8)
