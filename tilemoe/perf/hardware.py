@@ -53,6 +53,11 @@ class Gpu:
         """False; for `choose_tile`, as in `tilemoe.runtime.device.Device`."""
         return False
 
+    @property
+    def has_fp8_kernels(self) -> bool:
+        """Whether experts are computed in FP8; elsewhere their layer computes in 16 bits."""
+        return self.capability == 90
+
     def stated_tflops(self, dtype: str = "bf16") -> float:
         """Stated dense TFLOP/s in ``dtype``. ValueError: ``dtype`` is unknown, or the GPU does not support it."""
         if dtype not in DTYPE_BYTES:

@@ -65,6 +65,8 @@ def sums(steps: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
     ceilings = gpu.ceilings(dtype)
+    note = "; needs Triton >= 3.7.1, else PyTorch's kernels are used" if gpu.capability // 10 == 10 else ""
+    note += "; no FP8 kernels for it: a layer computes in 16 bits" if dtype == "fp8" and not gpu.has_fp8_kernels else ""
     return {
         "name": gpu.name,
         "tflops": ceilings.tflops,
@@ -73,7 +75,7 @@ def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
         "ceilings": MEASURED if ceilings.is_measured else SPEC,
         "rates": MEASURED if is_measured(gpu, dtype) else SPEC,
         "source": gpu.source,
-        "note": "; needs Triton >= 3.7.1, else PyTorch's kernels are used" if gpu.capability // 10 == 10 else "",
+        "note": note,
     }
 
 

@@ -281,7 +281,7 @@ def training_plan(
     daily_tokens: float | None,
     checkpointing: Checkpointing | None = None,
 ) -> dict[str, Any]:
-    """The model in bf16 and, if the GPU supports it, FP8, with and without experts that X GPUs share, as plain values.
+    """The model in bf16 and, if there are kernels, FP8, with and without experts that X GPUs share, as plain values.
 
     gpus None: the fewest on which one sequence fits in all of these ways, for a fair comparison; ignores ways that need
     over `COMPARED` times as many as the best. checkpointing None: the cheapest mode in which one sequence fits.
@@ -289,7 +289,7 @@ def training_plan(
     modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
     setups = [
         Setup(model, gpu, expert_parallel, shared, seq_len, dtype)
-        for dtype in (("bf16", "fp8") if gpu.fp8_tflops else ("bf16",))
+        for dtype in (("bf16", "fp8") if gpu.has_fp8_kernels else ("bf16",))
         for shared in dict.fromkeys((1, expert_parallel))
     ]
     fewest = [fewest_gpus(setup, modes) for setup in setups]
