@@ -238,6 +238,7 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
     ("arguments", "named"),
     [
         ([], "no command; give one of train"),
+        (["bench", "nothing", "--help"], "invalid choice 'nothing'"),
         (["trian"], "unknown command 'trian'; give one of train"),
         (["train"], "--recipe NAME is missing; choose one of"),
         (["train", "--recipe", "huge"], "unknown recipe 'huge'; choose one of 1b, 30b-layer, 7b, 7b-ep"),

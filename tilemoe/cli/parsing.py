@@ -53,7 +53,7 @@ def parse(
     except SystemExit as leave:
         if not leave.code:
             raise
-        message = _unknown_option([*others, *_options(cls)], arguments) or condense(captured.getvalue())
+        message = _unknown_option(["--help", *others, *_options(cls)], arguments) or condense(captured.getvalue())
         switch = r"'\1' belongs to no option; a switch takes no value, as in --train.plot and --train.no-plot"
         message = re.sub(r"^.*Unrecognized options: (true|false)\b.*$", switch, message, flags=re.IGNORECASE)
         raise ValueError(f"{message} (see {prog} --help)") from None
