@@ -105,6 +105,7 @@ def test_bad_values_are_named_in_one_line(make: Callable[..., object], arguments
     [
         ({"hidden": 8}, "hidden: no such setting of MoEConfig; it has hidden_size, intermediate_size"),
         ({"hidden_size": 8}, "intermediate_size: required by MoEConfig and not given"),
+        ({"router": {"scor": "softmax"}}, "^hidden_size: required by MoEConfig and not given"),
         ([], "MoEConfig: expected a table of settings, got list"),
         ({**to_dict(moe()), "router": 3}, "^router: expected a table of settings, got int"),
         ({**to_dict(moe()), "router": {"scor": "softmax"}}, "router.scor: no such setting of RouterConfig"),

@@ -187,18 +187,24 @@ class TokenRounding:
 class MoEConfig:
     """One mixture-of-experts layer: routed experts, optional shared expert, router.
 
-    ``activation_limit`` is a parameter of ``swiglu_oai`` (default 7.0) and ``swiglu_clamped`` (10.0),
-    ``activation_alpha`` of ``swiglu_oai`` alone (1.702).
-    ``shared_intermediate_size``: width of the shared expert, 0 for none. ``shared_gate``: multiply its output by the
-    sigmoid of a linear map of the token.
-    ``precision`` of the routed experts' GEMMs: "bf16" uses the operands' own dtype; "fp8" quantises the operands where
-    the backend supports it (`tilemoe doctor` says where, and why not; docs/fp8.md explains how).
-    ``save``: how the routed experts' pre-activations are saved for backward: "full", in their own dtype, or "fp8", in
-    e4m3, about half the memory of 16 bits. FP8 changes the gradients but not the output; it needs n, or 2n if gated,
-    to be a multiple of 128.
-    ``invariance``: with "batch" a token's output has the same bits whatever other tokens are in its batch, in training
-    and inference (docs/replay.md). It needs a GPU that runs the Triton kernels, and excludes a shared expert and
-    rounding.
+    Attributes:
+        activation: swiglu, geglu, geglu_tanh, reglu, swiglu_oai or swiglu_clamped, which are gated, or gelu, gelu_tanh,
+            relu, relu2 or silu.
+        activation_limit: clamp of swiglu_oai (None: 7.0) and swiglu_clamped (10.0).
+        activation_alpha: of swiglu_oai (None: 1.702).
+        gate_up: order of the rows of w1: "concatenated", all gates and then all ups, or "interleaved", in turn.
+        expert_bias: the routed experts have trainable biases.
+        shared_intermediate_size: width of the shared expert, 0 for none.
+        shared_gate: multiply the shared expert's output by the sigmoid of a linear map of the token.
+        initializer_range: standard deviation of the initial weights.
+        precision: of the routed experts' GEMMs: "bf16" uses the operands' own dtype; "fp8" quantises the operands where
+            the backend supports it (`tilemoe doctor` says where, and why not; docs/fp8.md explains how).
+        save: how the routed experts' pre-activations are saved for backward: "full", in their own dtype, or "fp8", in
+            e4m3, about half the memory of 16 bits. FP8 changes the gradients but not the output; it needs n, or 2n if
+            gated, to be a multiple of 128.
+        invariance: with "batch" a token's output has the same bits whatever other tokens are in its batch, in training
+            and inference (docs/replay.md). It needs a GPU that runs the Triton kernels, and excludes a shared expert
+            and rounding.
 
     Raises:
         ValueError: a size or a setting is out of range, or two contradict each other; the message names them.
@@ -459,13 +465,12 @@ def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
         raise ValueError(f"{where}{unknown[0]}: no such setting of {cls.__name__}; it has {', '.join(known)}")
     if cls is ModelConfig and "hidden_size" in data and isinstance(data.get("moe"), Mapping):  # experts' default
         data = {**data, "moe": {"hidden_size": data["hidden_size"], **data["moe"]}}
-    hints = get_type_hints(cls)
-    values = {key: _typed(hints[key], value, f"{where}{key}.") for key, value in data.items()}
     required = (f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING)
-    missing = [name for name in required if name not in values]
+    missing = [name for name in required if name not in data]
     if missing:
         raise ValueError(f"{where}{missing[0]}: required by {cls.__name__} and not given")
-    return cls(**values)
+    hints = get_type_hints(cls)
+    return cls(**{key: _typed(hints[key], value, f"{where}{key}.") for key, value in data.items()})
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

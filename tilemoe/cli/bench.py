@@ -31,14 +31,14 @@ class BenchOptions:
 
     # What is measured. confirm: kernels that never ran on this kind of GPU, after their self-test.
     what: Positional[Literal["layer", "kernels", "step", "confirm"]]
-    cases: str | None = None  # "main", "all", "cpu", names or a .json file of sizes; default: main, without a GPU cpu
+    cases: str | None = None  # "main", "all", "cpu", names, or a .json file; default: main, or cpu without a GPU
     # With commas between: tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe, grouped_mm, liger, liger-cute, unsloth.
-    # Who cannot be imported is left out. The others are compared with the first. Not for bench kernels; default:
-    # tilemoe, of confirm the backend that is confirmed, the portable one and sonic-moe.
+    # One that cannot be imported is left out; the others are compared with the first. Not for bench kernels. Default:
+    # tilemoe; for confirm, the backend to confirm, the portable one and sonic-moe.
     peers: str | None = None
-    modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
-    rounds: int | None = None  # of all peers or kernels, in changing order; default: 7, without a GPU 3
-    kernels: str | None = None  # of bench kernels and confirm, the backend; default: the chosen one, and blackwell
+    modes: str = "burst,sustained"  # layer and confirm also have "alone": GPU time without the host's
+    rounds: int | None = None  # times that each peer or kernel is measured, in turn; default: 7, or 3 without a GPU
+    kernels: str | None = None  # backend of bench kernels (default: the chosen one) and confirm (default: blackwell)
     seconds: float = float("inf")  # begin no case after this many seconds
 
 

@@ -29,15 +29,15 @@ class DoctorOptions:
     self_test: bool = True  # compute on each device: about eight seconds per GPU, minutes on a B200
     json: bool = False  # print one line of JSON, with the commit and the machine, as in results/*.jsonl
     report: bool = False  # print Markdown for a bug report: this machine, and what is for you to say
-    backend: str | None = None  # self-test this one alone, a name or module:Class, and print its verdict as JSON
+    backend: str | None = None  # self-test only this backend, a name or module:Class, and print the verdict as JSON
     device: str = "cuda"  # for --backend
     seconds: int = 600  # for --backend: the process is ended when they have passed
 
 
 def run(arguments: Sequence[str]) -> None:
     """Print the report. ValueError: a device cannot be used; the report says what to do about it."""
-    description = "What serves this machine, and why, and whether it works; exit status 2: it does not. "
-    description += f"Presets: {', '.join(MOE_PRESETS)}."
+    description = "Which kernels are used on this machine, why, and whether their results are right; exit status 2 if "
+    description += f"not. Presets: {', '.join(MOE_PRESETS)}."
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
     if options.backend is not None:
         from tilemoe.cli.doctor_checks import judge

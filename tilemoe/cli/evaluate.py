@@ -34,13 +34,13 @@ class EvalOptions:
     format: Literal["text", "chat"] | None = None  # as of `tilemoe train`; default: the training's, else text
     too_long: Literal["error", "skip", "truncate"] | None = None  # chat: as of `tilemoe train`; default: the training's
     undecodable: Literal["error", "replace"] | None = None  # as of `tilemoe train`; default: the training's, else error
-    longest_line: int | None = None  # as of `tilemoe train`; default: the training's, else as there
+    longest_line: int | None = None  # as of `tilemoe train`; default: the training's, else 67108864
     heldout_every: int | None = None  # every N-th document is held out, and read; default: the training's, else 20
     batches: int = 0  # batches to read, spread over the held-out split; 0: all of it
     batch_size: int | None = None  # sequences per batch; default: the training's, else 8
     seq_len: int | None = None  # tokens per sequence; default: the training's, else 2048 or the model's longest
     precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: the training's if fast here, else fp32
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
 
     def __post_init__(self) -> None:
         require_int("--batches", self.batches, 0)

@@ -22,7 +22,7 @@ class GenerateOptions:
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 40  # sample among the K likeliest tokens only; 0: among all
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

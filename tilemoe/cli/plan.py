@@ -53,7 +53,7 @@ class PlanOptions:
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     dtype: str = "bf16"  # bf16, fp16, fp8, tf32 or fp32
-    save: Save | None = None  # how h is kept for the backward, full or fp8; default: as the checkpoint has it, or full
+    save: Save | None = None  # how pre-activations (h) are saved for backward; default: the checkpoint's, or full
     gpu: str = "H200"  # its name, in upper or lower case
     others: bool = False  # also show each step of ScatterMoE- and grouped_mm-style layers
     train: bool = False  # also plan training of the whole model
@@ -68,7 +68,7 @@ class PlanOptions:
     tokens_per_day: float | None = None  # of --train: also show how many GPUs this takes
     lora: int | None = None  # of --train: plan one GPU that trains adapters of this rank instead of all weights
     attention_rank: int | None = None  # of --lora: of attention's adapters; default: the same
-    experts: Storage | None = None  # of --lora: how frozen experts are stored; default: each way
+    experts: Storage | None = None  # of --lora: format of the frozen experts; default: each
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # of --lora
     attention: Attention = "fused"
     """of --lora; fused: SDPA or flex attention, as the trainer attends; eager: transformers' of gpt-oss, with scores"""

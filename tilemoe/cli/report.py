@@ -16,7 +16,7 @@ class ReportOptions:
     """Options of ``tilemoe report``."""
 
     out: Path = Path("report")  # folder that the files are written to
-    mode: Literal["burst", "sustained"] = "sustained"
+    mode: Literal["burst", "sustained"] = "sustained"  # show the rows of this mode (see `tilemoe bench --help`)
     gpu: str | None = None  # only rows of this GPU, by its full name
 
 

@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
         VerifyOptions,
         arguments,
         prog="tilemoe verify",
-        description="Read checkpoints or a model whole, say what each is and whether it is right; exit status 2: not.",
+        description="Read every byte of checkpoints or a model and say whether each is intact; exit status 2 if not.",
     )
 
     from tilemoe.train.checkpoints.verify import verify

@@ -121,7 +121,7 @@ class OptimConfig:
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.1  # of weight matrices only, not of norms, biases and the embedding table
     grad_clip: float = 1.0  # L2 norm that gradients are clipped to; 0: no clipping. A NaN or infinite norm ends the run
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warm-up; wsd: constant, then a decay
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
     decay_fraction: float = 0.2  # wsd: the last fraction of all steps, in which the rate decays
     min_lr_ratio: float = 0.1  # the last step's learning rate divided by the peak
@@ -182,7 +182,7 @@ class TrainConfig:
     seed: int = 0  # of the initial weights and the data order
     precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights, or FSDP gathers them in bf16
     dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections: fp8 by torchao, bf16 as train.precision
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
     recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations; backward reruns up_proj
     deterministic: bool = False  # bit-equal runs on a GPU too; attention's backward is slower
