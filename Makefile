@@ -152,9 +152,10 @@ check: checks test
 checks: env
 	$(MAKE) --jobs 2 --output-sync lint types docs newest-triton oldest-transformers
 
-# The site, from docs/ and the docstrings, in build/site. A broken link or a page outside the nav fails.
+# The site, from docs/ and the docstrings, in build/site. A broken link or a page outside the nav fails,
+# but not with --quiet, which hides warnings from --strict, too.
 docs: env
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -68,7 +68,7 @@ def linked(page: File, link: str) -> Path | None:
     if "://" in link or link.startswith(("#", "mailto:")):
         return None
     target = (Path(page.abs_src_path).parent / link).resolve()
-    moved = page.src_uri in OUTSIDE_PAGES
+    moved = DOCS not in Path(page.abs_src_path).parents
     return target if target.exists() and (moved or DOCS not in target.parents) else None
 
 

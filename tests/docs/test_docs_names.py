@@ -13,6 +13,7 @@ import runpy
 import traceback
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,12 @@ def test_formulas_are_typeset() -> None:
     assert "∑<sub>r of e</sub> <var>dh</var><sub>r</sub> <var>x</var><sub>t(r)</sub><sup>T</sup>" in shown
     assert "⟨<var>da'</var><sub>r</sub>, <var>a</var><sub>r</sub>⟩ + ⟨<var>do</var><sub>r</sub>," in shown
     assert re.findall(r"_(?:[ret]|t\(r\))(?!\w)|\^|sum over|[<>]", re.sub(r"<[^>]+>", "", shown)) == []
+
+
+def test_a_page_that_another_links_to_has_its_links_in_the_site() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    page = SimpleNamespace(abs_src_path=str(ROOT / "SECURITY.md"), src_uri="SECURITY.md")
+    assert hooks["linked"](page, "docs/faults.md") == ROOT / "docs" / "faults.md"
 
 
 def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
