@@ -218,7 +218,14 @@ def tilemoe_spec(spec: Any) -> Any:
 
     Attention, norms, routers, shared experts and dense layers stay as the spec has them.
 
-    ValueError: the spec has no MoE layer, and there are no other pipeline stages, which might have one.
+    Raises:
+        ValueError: the spec has no MoE layer, and there are no other pipeline stages, which might have one.
+
+    Examples:
+        >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        >>> from tilemoe.integrations.megatron import tilemoe_spec
+        >>> tilemoe_spec(get_gpt_layer_local_spec(num_experts=4)).submodules.mlp.func.__name__
+        'TileMoELayer'
     """
     found = _with_our_layers(spec)
     is_initialized = parallel_state.model_parallel_is_initialized()

@@ -97,7 +97,12 @@ _OfMxfp4.__name__ = Mxfp4Config.__name__
 
 
 def register_quantizer() -> None:
-    """Enter "tilemoe" into transformers' registry of quantizers, until `unregister`. Idempotent."""
+    """Let transformers load folders of experts in 4 bit, until `unregister`. Idempotent.
+
+    Examples:
+        >>> from tilemoe.integrations.quantized import register_quantizer
+        >>> register_quantizer()
+    """
     AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = TilemoeConfig
     AUTO_QUANTIZER_MAPPING[NAME] = TilemoeQuantizer
 
