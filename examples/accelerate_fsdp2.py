@@ -1,6 +1,6 @@
 """Train a transformers model with accelerate and FSDP2; tilemoe computes its experts, divided over the processes.
 
-    pip install 'tilemoe[hf]'
+    pip install '.[hf]'
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py               # a small OLMoE from scratch, on two GPUs
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --expert 1    # FSDP2 alone
 

@@ -1,6 +1,6 @@
 """Train a transformers model in plain PyTorch, with its experts divided over processes and the rest sharded.
 
-    pip install 'tilemoe[hf]'
+    pip install '.[hf]'
     torchrun --nproc-per-node 4 examples/expert_parallel.py    # a small Qwen3-MoE from scratch, on CPUs or GPUs
     torchrun --nproc-per-node 8 examples/expert_parallel.py --model Qwen/Qwen3-30B-A3B --expert 4 --text notes.txt
 

@@ -1,6 +1,6 @@
 """GRPO with routing replay: experts chosen while transformers samples are recorded, and TRL's GRPOTrainer uses them.
 
-    pip install 'tilemoe[lora]' trl datasets
+    pip install '.[lora]' trl datasets
     python examples/grpo.py                                              # a small random Qwen3-MoE, on any machine
     python examples/grpo.py --model FOLDER --prompts prompts.jsonl --steps 100 --lr 1e-5
 

@@ -1,6 +1,6 @@
 """Fine-tune a mixture-of-experts model of Hugging Face's transformers, with its experts computed by tilemoe.
 
-    pip install 'tilemoe[hf]'
+    pip install '.[hf]'
     python examples/hf_finetune.py                                     # a small model from scratch, on any machine
     python examples/hf_finetune.py --model allenai/OLMoE-1B-7B-0924 --text notes.txt --seq-len 2048
 

@@ -1,6 +1,6 @@
 """Fine-tune a mixture-of-experts model on conversations: TRL's SFTTrainer, PEFT's adapters, tilemoe's experts.
 
-    pip install 'tilemoe[lora]' trl
+    pip install '.[lora]' trl
     python examples/trl_sft.py                                       # a small random Qwen3-MoE, on any machine
     python examples/trl_sft.py --model Qwen/Qwen3-30B-A3B --data chat.jsonl --seq-len 2048
 
