@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tilemoe.config import FP8_BLOCK
+
 # Bytes per element of x and h. With FP8, which quantises GEMM operands, x and h stay in 16 bits.
 DTYPE_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp8": 2, "tf32": 4, "fp32": 4})
 
@@ -53,10 +55,13 @@ class Gpu:
         """False; for `choose_tile`, as in `tilemoe.runtime.device.Device`."""
         return False
 
-    @property
-    def has_fp8_kernels(self) -> bool:
-        """Whether experts are computed in FP8; elsewhere their layer computes in 16 bits."""
-        return self.capability == 90
+    def why_not_fp8(self, hidden_size: int, intermediate_size: int) -> str | None:
+        """Why experts of these widths are computed in 16 bits although FP8 is asked for; None: they are not."""
+        if self.capability != 90:
+            return "no FP8 kernels for it"
+        if hidden_size % FP8_BLOCK or intermediate_size % FP8_BLOCK:
+            return f"FP8 needs d and n to be multiples of {FP8_BLOCK}"
+        return None
 
     def stated_tflops(self, dtype: str = "bf16") -> float:
         """Stated dense TFLOP/s in ``dtype``. ValueError: ``dtype`` is unknown, or the GPU does not support it."""

@@ -39,7 +39,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
     rooflines, predicted = sums(steps, "roofline_ms"), dict(zip(PARTS, layer_ms(shape, gpu, dtype), strict=True))
     return {
         "shape": {**asdict(shape), "num_rows": shape.num_rows, "dtype": dtype},
-        "gpu": _gpu(gpu, dtype),
+        "gpu": _gpu(gpu, dtype, shape),
         "memory": {
             "weight_bytes": shape.element_bytes
             * shape.num_experts
@@ -63,10 +63,11 @@ def sums(steps: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
     return {part: sum(step[key] for step in known if step["part"] == part) for part in PARTS}
 
 
-def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
+def _gpu(gpu: Gpu, dtype: str, shape: MoEShape) -> dict[str, Any]:
     ceilings = gpu.ceilings(dtype)
     note = "; needs Triton >= 3.7.1, else PyTorch's kernels are used" if gpu.capability // 10 == 10 else ""
-    note += "; no FP8 kernels for it: a layer computes in 16 bits" if dtype == "fp8" and not gpu.has_fp8_kernels else ""
+    why = gpu.why_not_fp8(shape.hidden_size, shape.intermediate_size) if dtype == "fp8" else None
+    note += "" if why is None else f"; {why}: the layer would compute in 16 bits"
     return {
         "name": gpu.name,
         "tflops": ceilings.tflops,

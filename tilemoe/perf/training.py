@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, Kept, ModelConfig, MoEConfig
+from tilemoe.config import CHECKPOINTING_MODES, PRECISIONS, Checkpointing, Kept, ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, saved_bytes
 from tilemoe.models.flops import (
     count_active_parameters,
@@ -281,15 +281,16 @@ def training_plan(
     daily_tokens: float | None,
     checkpointing: Checkpointing | None = None,
 ) -> dict[str, Any]:
-    """The model in bf16 and, if there are kernels, FP8, with and without experts that X GPUs share, as plain values.
+    """The model in bf16 and, if FP8 is computed, in FP8, with and without experts that X GPUs share, as plain values.
 
     gpus None: the fewest on which one sequence fits in all of these ways, for a fair comparison; ignores ways that need
     over `COMPARED` times as many as the best. checkpointing None: the cheapest mode in which one sequence fits.
     """
-    modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
+    modes, moe = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,), model.moe
+    dtypes = ("bf16",) if moe is None or gpu.why_not_fp8(moe.hidden_size, moe.intermediate_size) else PRECISIONS
     setups = [
         Setup(model, gpu, expert_parallel, shared, seq_len, dtype)
-        for dtype in (("bf16", "fp8") if gpu.has_fp8_kernels else ("bf16",))
+        for dtype in dtypes
         for shared in dict.fromkeys((1, expert_parallel))
     ]
     fewest = [fewest_gpus(setup, modes) for setup in setups]
