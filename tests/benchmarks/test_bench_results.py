@@ -127,6 +127,7 @@ def test_the_report_holds_every_table_and_figure(results: Path, capsys: pytest.C
     markdown, page = ((out / name).read_text() for name in ("report.md", "report.html"))
     assert "| a user's <own> | peer | 12.3 | 5,678 | - |" in markdown
     assert "<td>a user&#x27;s &lt;own&gt;</td><td>peer</td><td>12.3</td><td>5,678</td><td>-</td>" in page
+    assert "| theirs / ours: forward | backward | ours / theirs: saved | peak forward | peak backward |" in markdown
     assert markdown.index("| OLMoE | 1.000 / 2.000") < markdown.index("| a user's <own> | 1.000 / 2.000")
     for title in ("The layer against peer, sustained", "Kernels, sustained", "A training step, sustained"):
         assert title in markdown

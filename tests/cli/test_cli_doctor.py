@@ -171,3 +171,4 @@ def test_one_backend_is_tested_in_this_process_by_name(run: Run, fails: Fails, m
         assert "give a name, or module:Class of a Backend" in message
     assert "--device cuda:99: torch sees " in fails("doctor", "--backend", "torch", "--device", "cuda:99")
     assert "--seconds must be" in fails("doctor", "--backend", "torch", "--seconds", "0")
+    assert "--device and --seconds are for --backend" in fails("doctor", "--device", "cpu")

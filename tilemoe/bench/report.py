@@ -22,7 +22,7 @@ MODES, KINDS = ("burst", "sustained"), ("layer", "kernels", "step")
 TIME = ("forward_ratio", "backward_ratio")
 _BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 MEMORY = ("saved_ratio", "forward_peak_ratio", "backward_peak_ratio")
-HEADINGS = ("time forward", "backward", "saved", "peak forward", "backward")
+HEADINGS = ("theirs / ours: forward", "backward", "ours / theirs: saved", "peak forward", "peak backward")
 _STYLE = "body{font:15px sans-serif;margin:2em auto;max-width:70em}td,th{padding:.2em .7em;text-align:right}"
 _STYLE += (
     "td:first-child,th:first-child{text-align:left}table{border-collapse:collapse}tr{border-bottom:1px solid #ccc}"
@@ -139,7 +139,7 @@ def alone_table(rows: Sequence[Row]) -> str:
         times = [f"{row[f'{part}_ms']['median']:.3f}" for part in ("forward", "backward")]
         memory = ["-" if row[key] is None else f"{row[key] / 2**20:,.0f}" for key in _BYTES]
         lines.append([row["case"], row["contestant"], *times, *memory])
-    heading = ["forward, ms", "backward", "saved, MiB", "peak forward", "backward"]
+    heading = ["forward, ms", "backward", "saved, MiB", "peak forward", "peak backward"]
     return table(["case", "contestant", *heading], lines)
 
 

@@ -44,6 +44,8 @@ def run(arguments: Sequence[str]) -> None:
 
         print(json.dumps(asdict(judge(options.backend, options.device, options.seconds))))
         return
+    if (options.device, options.seconds) != (DoctorOptions.device, DoctorOptions.seconds):
+        raise ValueError("--device and --seconds are for --backend; give --backend, too, or leave them out")
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
     if options.json and options.report:
