@@ -12,7 +12,7 @@ from helpers import raises_one_line
 
 from tilemoe.cli import train as command
 from tilemoe.cli.batch import proposal_for, proposed
-from tilemoe.config import ParallelConfig
+from tilemoe.config import ModelConfig, ParallelConfig, to_dict
 from tilemoe.perf.hardware import GPUS
 from tilemoe.train import run as trainer
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
@@ -126,6 +126,17 @@ def test_copies_of_the_model_are_planned_one_by_one() -> None:
     assert proposal_for(copies, H100, 8, 24).setup.gpus == 4
     with raises_one_line("the job's 4 processes are not divided evenly by replicate 3"):
         proposal_for(replace(RECIPE, parallel=replace(RECIPE.parallel, replicate=3)), H100, 4, 24)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "B200", "H200"])
+def test_fp8_is_planned_where_it_is_computed(gpu: str, tmp_path: Path, run: Run) -> None:
+    assert isinstance(RECIPE.model, ModelConfig)
+    assert RECIPE.model.moe is not None
+    fp8 = replace(RECIPE, model=replace(RECIPE.model, moe=replace(RECIPE.model.moe, precision="fp8")))
+    seconds = [proposal_for(recipe, GPUS[gpu], 4, 24).seconds for recipe in (RECIPE, fp8)]
+    assert (seconds[0] == seconds[1]) == (gpu != "H200")
+    (tmp_path / "fp8.json").write_text(json.dumps(to_dict(fp8)))
+    assert run("plan", "--train", "--recipe", tmp_path / "fp8.json", "--gpu", gpu, "--gpus", 16)[0] == 0
 
 
 def test_what_cannot_be_proposed_is_one_line(fails: Fails, tmp_path: Path) -> None:

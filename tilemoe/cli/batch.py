@@ -13,7 +13,7 @@ from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, Kept
 from tilemoe.models.hf_base import HFBase
 from tilemoe.perf.hardware import Gpu, find_gpu
 from tilemoe.perf.proposal import Choices, Proposal, propose, ways_to_share
-from tilemoe.perf.training import Setup
+from tilemoe.perf.training import Setup, precision_on
 from tilemoe.train.config import Recipe
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def proposal_for(
         checkpointing=(parallel.checkpointing,) if _REPEATED in given else CHECKPOINTING_MODES,
         kept=_ways_to_keep(recipe, given),
     )
-    dtype = "bf16" if model.moe is None else model.moe.precision
-    setup = Setup(model, gpu, gpus, 1, recipe.data.seq_len, dtype, wrapped=processes > 1)
+    setup = Setup(model, gpu, gpus, 1, recipe.data.seq_len, precision_on(gpu, model.moe), wrapped=processes > 1)
     found = propose(setup, sequences, choices)
     if found is None:
         raise ValueError(

@@ -25,7 +25,7 @@ from tilemoe.perf.exchange import LINK_SHARE, Hosts, exchange_plan
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
 from tilemoe.perf.proposal import Choices, proposal_rows, ways_to_share
-from tilemoe.perf.training import Setup, training_plan
+from tilemoe.perf.training import Setup, precision_on, training_plan
 from tilemoe.shape import MoEShape
 from tilemoe.train.checkpoints.names import read_recipe
 from tilemoe.train.config import Recipe, Storage, load_recipe
@@ -257,7 +257,7 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
         raise ValueError(f"--expert-parallel must divide the {moe.num_experts} experts and the GPUs, got {shared}")
     model, mfu = replace(source.model, moe=moe), _MFU if options.mfu is None else options.mfu
     plan = training_plan(model, gpu, seq_len, mfu, options.gpus, shared, options.tokens_per_day, mode)
-    setup = Setup(model, gpu, plan["gpus"], 1, seq_len, moe.precision)
+    setup = Setup(model, gpu, plan["gpus"], 1, seq_len, precision_on(gpu, moe))
     choices = Choices((1, shared), CHECKPOINTING_MODES if mode is None else (mode,))
     return plan | _proposed(options.global_batch, recipe, setup, choices)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tilemoe.config import CHECKPOINTING_MODES, PRECISIONS, Checkpointing, Kept, ModelConfig, MoEConfig
+from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, Kept, ModelConfig, MoEConfig, Precision
 from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, saved_bytes
 from tilemoe.models.flops import (
     count_active_parameters,
@@ -271,6 +271,13 @@ def _moe_working_bytes(setup: Setup, tokens: int) -> int:
     return backward_peak_bytes(shape) - kept_h_bytes(shape) + pulled + window_bytes(moe, tokens, processes)
 
 
+def precision_on(gpu: Gpu, moe: MoEConfig | None) -> Precision:
+    """The precision of the experts' GEMMs: ``moe.precision``, but "bf16" if they are not computed in FP8 on ``gpu``."""
+    if moe is None or gpu.why_not_fp8(moe.hidden_size, moe.intermediate_size) is not None:
+        return "bf16"
+    return moe.precision
+
+
 def training_plan(
     model: ModelConfig | ModelSizes,
     gpu: Gpu,
@@ -286,11 +293,11 @@ def training_plan(
     gpus None: the fewest on which one sequence fits in all of these ways, for a fair comparison; ignores ways that need
     over `COMPARED` times as many as the best. checkpointing None: the cheapest mode in which one sequence fits.
     """
-    modes, moe = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,), model.moe
-    dtypes = ("bf16",) if moe is None or gpu.why_not_fp8(moe.hidden_size, moe.intermediate_size) else PRECISIONS
+    modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
+    fp8 = None if model.moe is None else replace(model.moe, precision="fp8")
     setups = [
         Setup(model, gpu, expert_parallel, shared, seq_len, dtype)
-        for dtype in dtypes
+        for dtype in dict.fromkeys(("bf16", precision_on(gpu, fp8)))
         for shared in dict.fromkeys((1, expert_parallel))
     ]
     fewest = [fewest_gpus(setup, modes) for setup in setups]
