@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import raises_one_line, saved_tensors
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -252,11 +253,14 @@ def test_a_layer_under_vmap_or_func_says_what_to_do_instead(rounding: TokenRound
     for transformed in (
         lambda: torch.vmap(lambda each: layer(each).hidden)(x),
         lambda: torch.func.grad(lambda each: layer(each).hidden.sum())(x[0]),
-        lambda: torch.func.jvp(lambda each: layer(each).hidden, (x[0],), (x[1],)),
         lambda: torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x[0],)).hidden.sum())(weights),
     ):
         with pytest.raises(RuntimeError, match=refused):
             transformed()
+    with pytest.raises(RuntimeError, match=r"tilemoe\.MoE has no forward-mode derivative"):
+        torch.func.jvp(lambda each: layer(each).hidden, (x[0],), (x[1],))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"tilemoe\.MoE has no forward-mode derivative"):
+        layer(forward_ad.make_dual(x[0], x[1]))
     # Without a transform, weights of one's own are ordinary.
     out = torch.func.functional_call(layer, {name: 2 * tensor for name, tensor in weights.items()}, (x[0],))
     assert not torch.equal(out.hidden, layer(x[0]).hidden)

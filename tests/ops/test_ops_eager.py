@@ -6,6 +6,7 @@ Which calls may be recorded: those without a tracer or a mode, on the GPU that l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,23 @@ def test_forward_mode_is_refused_not_dropped(name: str) -> None:
         with pytest.raises(RuntimeError, match="tilemoe::moe has no forward-mode derivative"):
             moe(plan=plan, **dual)
         assert forward_ad.unpack_dual(reference.moe(plan=plan, **dual)).tangent is not None
+
+    @partial(torch.compile, backend="eager")
+    def tangent(given: Tensor) -> Tensor:
+        return torch.func.jvp(lambda given: moe(plan=plan, **{**inputs, name: given}), (given,), (given,))[1]
+
+    with pytest.raises(RuntimeError, match="tilemoe::moe has no forward-mode derivative"):
+        tangent(inputs[name])
+
+
+@pytest.mark.parametrize("recompute", [None, "up_proj"])
+def test_a_batch_of_output_gradients(recompute: str | None) -> None:
+    leaves = leaves_of(PLANS["sentinels"])
+    o = moe(plan=PLANS["sentinels"], recompute=recompute, **leaves)
+    gradients = partial(torch.autograd.grad, o, list(leaves.values()), retain_graph=True)
+    batch = torch.randn(3, *o.shape)
+    expected = [torch.stack(each) for each in zip(*map(gradients, batch), strict=True)]
+    assert_equal(gradients(batch, is_grads_batched=True), expected)
 
 
 def test_vmap_and_function_transforms_are_refused() -> None:

@@ -25,6 +25,7 @@ from tilemoe.runtime.tensors import PLAIN
 Args = tuple[Any, ...]
 Save = Callable[[Any, Args, Any], None]
 Backward = Callable[..., tuple[Tensor | None, ...]]
+_BATCHED = torch._C._dispatch_key_parse("VmapMode")  # set in a backward with is_grads_batched=True
 
 
 class Arguments:
@@ -114,11 +115,10 @@ class Operator:
         operands = self._arguments.operands(args)
         first: Tensor = operands[0]
         if not seen and self.registered is not None:
-            if not torch.compiler.is_compiling():
-                if forward_ad._current_level >= 0:
-                    self._refuse_tangents(operands)
-                if torch._C._functorch.peek_interpreter_stack() is not None:
-                    refuse_transforms(f"tilemoe::{self.name}", *operands)
+            if forward_ad._current_level >= 0 or (
+                not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+            ):
+                refuse_transforms(f"tilemoe::{self.name}", *operands)
             if not _is_unwatched(operands):
                 return self.registered(*self._arguments.flatten(args))
         is_recorded = self.save is not None and not seen and is_differentiable(*operands)
@@ -184,15 +184,6 @@ class Operator:
         assert self._fake is not None, "a schema comes with a fake"
         return _without_none(self._fake(*self._arguments.unflatten(flat)), flat[0])
 
-    def _refuse_tangents(self, operands: Args) -> None:
-        """RuntimeError if an operand has a forward-mode tangent, which the operator would silently drop."""
-        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-            raise RuntimeError(
-                f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, "
-                "which has one."
-            )
-
 
 class _Unrecorded:
     """A stand-in for autograd's context, for a call that autograd does not record."""
@@ -228,13 +219,19 @@ class EagerFunction(torch.autograd.Function):
 
 
 def refuse_transforms(name: str, *args: Any) -> None:
-    """RuntimeError if an argument is a wrapper tensor of torch.vmap or torch.func, which kernels cannot read.
+    """RuntimeError if an argument has a forward-mode tangent, which would silently be dropped, or is a wrapper tensor
+    of torch.vmap or torch.func, which kernels cannot read; torch.compile's tracing finds the former only.
 
-    Autograd functions call it first, since their own error would be less clear. No check while torch.compile traces.
+    Autograd functions call it first, since their own error would be less clear.
     """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, which has one."
+        )
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(arg) for arg in args if isinstance(arg, Tensor)):
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         raise RuntimeError(
             f"{name} does not go through torch.vmap or torch.func. Pass a batch as further tokens, (B*T, d), and "
             "differentiate with torch.autograd; or use tilemoe.reference."
@@ -277,6 +274,7 @@ def _is_unwatched(operands: Args) -> bool:
         or torch._C._is_tracing()  # torch.jit's and ONNX's tracers do not see Triton's kernels
         or torch._C._len_torch_dispatch_stack() != 0
         or torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
+        or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)  # which the dispatcher takes apart
     ):
         return False
     for operand in operands:  # a lazily negated view (is_neg) needs PyTorch's dispatch
