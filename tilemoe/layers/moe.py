@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from tilemoe.activations import activation_spec
 from tilemoe.checks import require_type
@@ -68,6 +69,10 @@ class MoEOutputOfModel(NamedTuple):
     pairs_per_expert: Tensor
     expert_ids: Tensor | None
     statistics: Tensor
+
+
+for _output in (MoEOutput, MoEOutputOfModel):  # so that torch.export.save can write a program that returns one
+    _register_namedtuple(_output, serialized_type_name=f"tilemoe.{_output.__name__}")
 
 
 class MoE(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 from torch.utils.checkpoint import checkpoint
 
 from tilemoe.activations import activation_spec
@@ -58,6 +59,9 @@ class LMOutput(NamedTuple):
     tokens_per_expert: Tensor
     pairs_per_expert: Tensor
     router_entropy: Tensor
+
+
+_register_namedtuple(LMOutput, serialized_type_name="tilemoe.LMOutput")  # as MoEOutput is
 
 
 class BlockOutput(NamedTuple):
