@@ -165,7 +165,7 @@ def test_router_keeps_x_as_it_came_and_differentiates_the_upcast(weight_dtype: t
     torch.testing.assert_close(grads, torch.autograd.grad(plain, leaves, d_logits))
 
 
-def test_selection_bias_stays_fp32_when_the_layer_is_cast() -> None:
+def test_selection_bias_stays_fp32_when_the_layer_is_cast_or_given_a_coarser_state() -> None:
     layer = make(router=RouterConfig(selection_bias=True))
     before = layer.router.selection_bias.clone()
     layer.to(torch.bfloat16)
@@ -173,6 +173,8 @@ def test_selection_bias_stays_fp32_when_the_layer_is_cast() -> None:
     assert torch.equal(layer.router.selection_bias, before)
     layer(torch.randn(4, 16).bfloat16())
     assert torch.equal(copy.deepcopy(layer).double().router.selection_bias, before)
+    layer.load_state_dict({name: value.bfloat16() for name, value in layer.state_dict().items()}, assign=True)
+    layer(torch.randn(4, 16).bfloat16())
 
 
 def test_initialisation() -> None:

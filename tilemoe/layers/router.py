@@ -236,5 +236,10 @@ class Router(nn.Module):
             self.selection_bias = before.to(after.device)
         return self
 
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        if self.selection_bias is not None:  # with assign=True it has the state's dtype
+            self.selection_bias = self.selection_bias.float()
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}"
