@@ -117,6 +117,21 @@ def test_without_use_an_adapter_s_gradients_are_the_eager_experts(family: str, k
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("eager_first", [False, True])
+def test_a_compiled_model_trains_adapters_of_its_experts(eager_first: bool) -> None:
+    """PEFT's sum is traced; once a forward has run uncompiled, the wrappers lend their factors."""
+    torch._dynamo.reset()
+    peft = get_peft_model(FAMILIES["qwen3_moe"].make(num_hidden_layers=1), settings("one"))
+    shaken(peft, 0)
+    want = step(peft)
+    integration.use(peft)
+    if eager_first:
+        step(peft)
+    torch.testing.assert_close(step(torch.compile(peft, backend="eager"))[1], want[1], rtol=1e-4, atol=1e-5)
+    grads = [parameter.grad for parameter in peft.parameters() if parameter.requires_grad]
+    torch.testing.assert_close(grads, list(want[2].values()), rtol=1e-4, atol=1e-5)
+
+
 def replayed(model: nn.Module, expert_ids: Tensor) -> tuple[float, Tensor]:
     """The loss, and the ids that the experts got; the backward gives every adapter of a router a gradient."""
     model.zero_grad()

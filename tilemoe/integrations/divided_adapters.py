@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilemoe.integrations.quantized_weight import FrozenWeight, weight_names
 
 _ACTIVATE = "_activate_lora"  # method of a wrapper
-_LENT = "_tilemoe_adapters"  # attribute of an experts module: the adapters that its wrappers lend, in each thread
+LENT = "_tilemoe_adapters"  # attribute of an experts module: the adapters that its wrappers lend, in each thread
 
 
 def wrappers_of(model: nn.Module, name: str) -> list[nn.Module]:
@@ -61,7 +61,7 @@ def _lend(wrapper: Any, experts: nn.Module, first: int, active_adapters: list[st
         with type(wrapper)._activate_lora(wrapper, active_adapters):
             yield
         return
-    lent = vars(experts).setdefault(_LENT, [])
+    lent = vars(experts).setdefault(LENT, [])
     mine = (get_ident(), wrapper, first, [adapter for adapter in active_adapters if adapter in wrapper.lora_A])
     lent.append(mine)
     try:
@@ -80,8 +80,8 @@ def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
 
     If the experts are frozen, it keeps the adapters' factors, and the sum is never materialised.
     """
-    # Copied, as another thread may change the list meanwhile. Traced, there are none: see `_lend`.
-    of_threads = () if torch.compiler.is_compiling() else tuple(vars(experts).get(_LENT, ()))
+    # Copied, as another thread may change the list meanwhile. Traced, there are none: `experts_forward` sees to it.
+    of_threads = () if torch.compiler.is_compiling() else tuple(vars(experts).get(LENT, ()))
     lent = [rest for thread, *rest in of_threads if thread == get_ident() and rest[0].parameter_name == name]
     if lent and are_frozen(experts) and not isinstance(weight, FrozenWeight):
         weight = FrozenWeight(weight, weight.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tilemoe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher
-from tilemoe.integrations.divided_adapters import take_adapters, with_adapters
+from tilemoe.integrations.divided_adapters import LENT, take_adapters, with_adapters
 from tilemoe.integrations.gates import activation_of, name_of, refusal
 from tilemoe.integrations.quantized_weight import UNCOMPILED, FrozenWeight, adapters_of
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
@@ -154,7 +154,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Raises:
         ValueError: tilemoe does not compute these experts.
     """
-    if torch.compiler.is_compiling() and UNCOMPILED in vars(self):
+    if torch.compiler.is_compiling() and (UNCOMPILED in vars(self) or vars(self).get(LENT)):
         return _uncompiled(self, hidden_states, top_k_index, top_k_weights)
     weights = _weights(self)
     activation = activation_of(self)
@@ -273,7 +273,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise refusal(module, f"it has no weight {name}; quantised weights are not computed")
     tensor = _dispatcher_of(module).local_weight(tensor)
-    if tensor.requires_grad and isinstance(getattr(module, "down_proj", None), FrozenWeight):
+    if tensor.requires_grad and UNCOMPILED in vars(module):
         raise ValueError(
             f"{name_of(module)} is in 4 bit, and its {name} cannot be trained; leave it out of PEFT's modules_to_save "
             f"and target_parameters, or call {name}.requires_grad_(False)"
