@@ -129,6 +129,30 @@ def test_a_run_is_a_plain_loop_goes_on_bit_for_bit_and_is_exported(
         assert relative_error(PeftModel.from_pretrained(plain, tmp_path / "adapter")(ids).logits, ours) < 1e-5
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("qwen3_moe", "rope_parameters", YARN),
+        ("qwen3_moe", "attention_bias", True),
+        ("mixtral", "sliding_window", 8),
+        ("olmoe", "clip_qkv", 0.1),
+    ],
+)
+def test_a_setting_that_our_decoder_lacks_needs_adapters(
+    family: str, name: str, value: object, moe_recipe: Recipe, tmp_path: Path
+) -> None:
+    base = write_base(family, tmp_path / "base", **{name: value})
+    recipe = adapted(moe_recipe, base, steps=FIRST, eval_every=0, save_every=0)
+    with raises_one_line(f"trains adapters only; add --lora.rank 8 .*{'rope_type' if value is YARN else name} must be"):
+        train(replace(recipe, lora=None), init_from=base)
+    expected = plain_losses(recipe, base, tmp_path / "initial")
+    train(recipe, init_from=base)
+    assert losses(Path(recipe.train.out_dir)) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("storage", ["dense", "mxfp4"])
 def test_a_folder_of_gpt_oss_s_own_is_exported_whole(storage: str, moe_recipe: Recipe, tmp_path: Path) -> None:
     """In bf16, as its files are, for its config.json does not say: to the bit what PEFT merges."""
@@ -145,6 +169,10 @@ def test_a_folder_of_gpt_oss_s_own_is_exported_whole(storage: str, moe_recipe: R
     plain = AutoModelForCausalLM.from_pretrained(base, quantization_config=Mxfp4Config(dequantize=True))
     theirs = PeftModel.from_pretrained(plain, out).merge_and_unload()
     assert_equal(dict(merged.state_dict()), dict(theirs.state_dict()))
+    assert main(["verify", str(tmp_path / "merged")]) == main(["verify", str(base)]) == 0
+    weights = tmp_path / "merged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    assert main(["verify", str(tmp_path / "merged")]) == 2
 
 
 def test_the_commands(moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilemoe.checks import require_fields, require_text
 from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, read_settings
-from tilemoe.models.hf_config import ARCHITECTURES, number
+from tilemoe.models.hf_config import Unimplemented, config_from_hf, number
 from tilemoe.models.sizes import ModelSizes
 from tilemoe.models.sums import Entries, canonical, file_entries, require_listed
 
@@ -77,14 +77,19 @@ class HFBase:
             )
 
 
-def is_base(folder: Path) -> bool:
-    """Whether the model in transformers' folder is of a class that `DecoderLM` does not implement."""
-    data, ours = read_settings(folder / CONFIG_FILE), {each.model_type for each in ARCHITECTURES.values()}
-    return isinstance(data, dict) and isinstance(data.get("model_type"), str) and data["model_type"] not in ours
+def why_base(folder: Path) -> str | None:
+    """What `DecoderLM` does not implement of the model in transformers' folder; None: it does, or no class can."""
+    try:
+        config_from_hf(read_settings(folder / CONFIG_FILE))
+    except Unimplemented as error:
+        return str(error)
+    except ValueError:
+        pass
+    return None
 
 
 def read_base(folder: Path) -> HFBase:
-    """The base in a folder for which `is_base` is True. ValueError: it has no weights, or a setting is missing."""
+    """The base in a folder of which `why_base` gives a reason. ValueError: no weights, or a setting is missing."""
     data = read_settings(folder / CONFIG_FILE)
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds no *.safetensors; give a folder with a model in it")

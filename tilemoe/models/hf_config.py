@@ -111,19 +111,25 @@ def _is_normalised(moe: MoEConfig) -> bool:
     return moe.router.normalize or moe.router.softmax_after_topk
 
 
+class Unimplemented(ValueError):
+    """A setting of config.json that `DecoderLM` does not implement, while transformers may."""
+
+
 def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a Qwen3-MoE, OLMoE or Mixtral config.json, read into a dict.
 
     Raises:
-        ValueError: another architecture, a missing setting, or one that `DecoderLM` does not implement.
+        Unimplemented: `DecoderLM` does not implement the architecture or one of its settings.
+        ValueError: a setting is missing or malformed.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"config.json must hold a table of settings, got {type(data).__name__}")
     known = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
     architecture = known.get(str(data.get("model_type")))
     if architecture is None:
-        names = ", ".join(map(repr, known))
-        raise ValueError(f"config.json: model_type must be one of {names}; got {data.get('model_type')!r}")
+        names, kind = ", ".join(map(repr, known)), data.get("model_type")
+        error = Unimplemented if isinstance(kind, str) else ValueError
+        raise error(f"config.json: model_type must be one of {names}; got {kind!r}")
     if quantization := data.get("quantization_config"):
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
         raise ValueError(f"config.json: quantization_config is of {shown(method)}, not implemented; {IN_BF16}")
@@ -133,7 +139,7 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         implemented |= {"sliding_window": None}
     for name, value in implemented.items():
         if data.get(name, value) != value:
-            raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
+            raise Unimplemented(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
     _require_no_noise(data, architecture)
     layers = num_layers(data)
     dense = layers_without_experts(data, layers) if architecture.model_type == "qwen3_moe" else ()
@@ -166,7 +172,7 @@ def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> No
     for name in ("attention_dropout", *(("router_jitter_noise",) if architecture.model_type == "mixtral" else ())):
         amount = number(data, name, float, 0.0)
         if amount != 0:
-            raise ValueError(
+            raise Unimplemented(
                 f"config.json: {name} must be 0, got {amount}; it is not implemented, so set it to 0 in config.json"
             )
 
@@ -200,7 +206,7 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
         rope |= more
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ValueError(f"config.json: rope_type must be 'default', got {kind!r}; no other is implemented")
+        raise Unimplemented(f"config.json: rope_type must be 'default', got {kind!r}; no other is implemented")
     return rope
 
 

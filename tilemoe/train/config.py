@@ -17,7 +17,7 @@ from tilemoe.checks import expand_user, parse_json, require_fields, require_int,
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 from tilemoe.files import default_cache_dir, read_bytes
 from tilemoe.models.flops import flops_per_token
-from tilemoe.models.hf_base import HFBase
+from tilemoe.models.hf_base import HFBase, why_base
 from tilemoe.models.sizes import ModelSizes, sizes_of
 
 Packing = Literal["best_fit", "one_document"]
@@ -308,7 +308,8 @@ class Recipe:
             return
         what = f"a model of type {self.model.model_type!r} runs in transformers' own class"
         if self.lora is None:
-            raise ValueError(f"{what}, which trains adapters only; add --lora.rank 8")
+            why = why_base(Path(self.model.folder))
+            raise ValueError(f"{what}, which trains adapters only; add --lora.rank 8 ({why})")
         train, parallel = self.train, self.parallel
         for name, value, served in (
             ("optim.name", self.optim.name, ("adamw", "adamw8bit")),

@@ -13,7 +13,7 @@ from tilemoe.integrations.hf_decoder import mixes_documents
 from tilemoe.layers.lora import packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
-from tilemoe.models.hf_base import HFBase, is_base, read_base
+from tilemoe.models.hf_base import HFBase, read_base, why_base
 from tilemoe.models.huggingface import require_weights, whole_parameters
 from tilemoe.models.sums import checked, require_settings
 from tilemoe.train.checkpoints.folder import resolve_checkpoint
@@ -49,7 +49,7 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
 
 def _read_config(folder: Path) -> ModelConfig | HFBase:
     """The config of transformers' folder; where it is a `DecoderLM`'s, the folder's weights must fit it."""
-    if is_base(folder):
+    if why_base(folder) is not None:
         return read_base(folder)
     model = read_config(folder)
     try:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tilemoe.checks import told
 from tilemoe.models.folder import CONFIG_FILE, is_hf, read_config
-from tilemoe.models.huggingface import whole_parameters
+from tilemoe.models.hf_base import why_base
+from tilemoe.models.huggingface import opened, whole_parameters
 from tilemoe.models.sums import SUMS_FILE, checked
 from tilemoe.train.checkpoints.folder import MANIFEST_FILE, open_checkpoint
 from tilemoe.train.checkpoints.names import is_step_dir, list_checkpoints
@@ -65,9 +66,14 @@ def _of_export(path: Path) -> str:
 
 
 def _of_model(path: Path) -> str:
-    """Read all that `load_hf` would read, with one parameter at a time in memory."""
+    """Read all that `load_hf` would read, with one parameter at a time in memory; of another class, every tensor."""
+    is_ours = why_base(path) is None
     with checked(path):
-        count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
-    has_sums = (path / SUMS_FILE).exists()
-    found = "every byte is as its checksums say" if has_sums else f"complete, without {SUMS_FILE} to compare it to"
-    return f"model of transformers, {count:,} parameters: {found}"
+        if is_ours:
+            count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
+        else:
+            with opened(path, dtypes=None) as file_of:
+                count = sum(file.get_tensor(name).numel() for name, file in file_of.items())
+    bare = f"{'complete' if is_ours else 'readable'}, without {SUMS_FILE} to compare it to"
+    found = "every byte is as its checksums say" if (path / SUMS_FILE).exists() else bare
+    return f"model of transformers, {count:,} {'parameters' if is_ours else 'values'}: {found}"
