@@ -50,6 +50,16 @@ def test_a_run_is_not_started_over_another_nor_beside_it(dense_recipe: Recipe) -
         require_fresh(folder)
 
 
+def test_a_run_that_ended_in_its_first_step_may_be_begun_anew(moe_recipe: Recipe) -> None:
+    settings = replace(moe_recipe.train, tensorboard=True)
+    with raises_one_line("Triton does not run on cpu"):
+        train(replace(moe_recipe, model=changed(moe_recipe.model, moe__invariance="batch"), train=settings))
+    require_fresh(Path(settings.out_dir))
+    train(replace(moe_recipe, train=settings))
+    with raises_one_line("not empty; add --resume"):
+        require_fresh(Path(settings.out_dir))
+
+
 def removed(folder: Path) -> None:
     shutil.rmtree(folder)
 

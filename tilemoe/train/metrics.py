@@ -15,6 +15,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -92,15 +93,19 @@ class TensorBoard:
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=first_step)
+        self._open = partial(SummaryWriter, str(run_dir / TENSORBOARD_DIR), purge_step=first_step)
+        self._writer: SummaryWriter | None = None
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        if self._writer is None:  # not before: a run that ends in its first step leaves nothing in its folder
+            self._writer = self._open()
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandB:

@@ -78,8 +78,9 @@ class Stopped:
 
 
 def require_fresh(run_dir: Path) -> None:
-    """Raise ValueError if ``run_dir`` holds anything: a new run needs an empty folder."""
-    if run_dir.is_dir() and any(run_dir.iterdir()):
+    """Raise ValueError if ``run_dir`` holds anything but the empty record of a run that ended in its first step."""
+    files = run_dir.iterdir() if run_dir.is_dir() else ()
+    if any(file.name != METRICS_FILE or file.lstat().st_size for file in files):
         raise ValueError(
             f"train.out_dir {run_dir} is not empty; add --resume to go on in it, or choose another --train.out-dir"
         )
