@@ -178,7 +178,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         if ours := re.fullmatch(r"(.*)([wb])([12])", name):
             before, kind, number = ours.groups()
             linear = f"linear_fc{number}." + {"w": "weight", "b": "bias"}[kind]
-            found |= {f"{before}local_experts.{i}.{linear}": each for i, each in enumerate(gradient)}
+            experts = model.get_parameter(f"{before}w1").shape[0]
+            each = gradient.unflatten(0, (experts, -1)).squeeze(1)
+            found |= {f"{before}local_experts.{i}.{linear}": each[i] for i in range(experts)}
         else:
             found[name] = gradient
     return found

@@ -219,6 +219,12 @@ def test_biases_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shards_of(ours) == shards_of(stock)
     weights = ({name for name, each in m.state_dict().items() if each is not None} for m in (stock, ours))
     assert next(weights) == next(weights)
+    assert numel_without_decay(ours) == numel_without_decay(stock) > E * D
+
+
+def numel_without_decay(model: nn.Module) -> int:
+    groups = Training(model).optimizer.param_groups
+    return sum(each.numel() for group in groups if group["wd_mult"] == 0 for each in group["params"])
 
 
 @pytest.mark.thorough  # Megatron compiles some

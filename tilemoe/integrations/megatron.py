@@ -56,7 +56,7 @@ _OF_MEGATRON = {
 
 class TileMoEExperts(MegatronModule):
     """Replaces ``SequentialMLP``: w1 (e, w, d), rows [gate; up], and w2 (e, d, n), initialised as there.
-    With ``add_bias_linear`` also b1 (e, w) and b2 (e, d).
+    With ``add_bias_linear`` also b1 (e*w) and b2 (e*d): of one dimension, by which Megatron's optimisers know biases.
 
     Where Megatron's DistributedDataParallel has given w1 and w2 a ``main_grad``, their gradients go there. If it is
     fp32, the wgrad kernels accumulate into it, and no gradient in the weights' dtype is made.
@@ -95,7 +95,7 @@ class TileMoEExperts(MegatronModule):
         drawn = [dict(expert.named_parameters()) for expert in experts]
         for ours, theirs in _OF_MEGATRON.items():
             each = [parameters[theirs] for parameters in drawn if theirs in parameters]
-            self.register_parameter(ours, _stacked_parameter(each) if each else None)
+            self.register_parameter(ours, _joined_parameter(each) if each else None)
         if self.options["save"] == "fp8" and (width := self.w1.shape[1]) % 128:
             raise ValueError(
                 f"activation_func_fp8_input_store is for fc1 outputs of a multiple of 128, not {width}; unset it"
@@ -110,7 +110,8 @@ class TileMoEExperts(MegatronModule):
         if not isinstance(plan, RoutingPlan):
             plan, probs = plan_rows(plan.to(x.device, non_blocking=True), x.shape[0]), probs.unsqueeze(1)
         weights = [w for w in (self.w1, self.w2) if getattr(w, "main_grad", None) is not None]
-        o = moe(x, self.w1, self.w2, plan, probs, b1=self.b1, b2=self.b2, accumulate=bool(weights), **self.options)
+        given = {name: _by_expert(each, self.w1.shape[0]) for name, each in self._named()}
+        o = moe(x, plan=plan, scores=probs, accumulate=bool(weights), **given, **self.options)
         return _IntoMainGrad.apply(o, weights) if weights else o, None
 
     def backward_dw(self) -> None:
@@ -138,7 +139,7 @@ class TileMoEExperts(MegatronModule):
                 f"{prefix}experts.{_OF_MEGATRON[ours]}",
                 parameter,
                 partial(_shards_of_experts, places, int(ours == "w2"), halves, tp),
-                _stacked,
+                _loaded,
                 (0, 0, groups.expt_dp.rank()),
             )
         for theirs in ("linear_fc1", "linear_fc2"):
@@ -153,7 +154,7 @@ class TileMoEExperts(MegatronModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for ours, parameter in self._named():
-            for i, each in enumerate(parameter if keep_vars else parameter.detach()):
+            for i, each in enumerate(_by_expert(parameter if keep_vars else parameter.detach(), self.w1.shape[0])):
                 destination[f"{prefix}local_experts.{i}.{_OF_MEGATRON[ours]}"] = each
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -164,7 +165,7 @@ class TileMoEExperts(MegatronModule):
             for name in (f"{prefix}local_experts.{{}}.{theirs}", f"{prefix}{theirs}{{}}"):
                 keys = [name.format(i) for i in range(self.w1.shape[0])]
                 if all(key in state_dict for key in keys):
-                    state_dict[f"{prefix}{ours}"] = torch.stack([state_dict.pop(key) for key in keys])
+                    state_dict[f"{prefix}{ours}"] = _joined([state_dict.pop(key) for key in keys])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -317,14 +318,23 @@ def _options_of(config: Any) -> dict[str, Any]:
     return options | {"activation": activation}
 
 
-def _stacked_parameter(weights: list[nn.Parameter]) -> nn.Parameter:
-    """One parameter (e, p, q) of e weights (p, q), or (e, p) of biases (p), with the attributes that Megatron reads."""
-    stacked = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
+def _joined(experts: list[Tensor]) -> Tensor:
+    """(e, p, q) of e weights (p, q), or (e*p) of biases (p)."""
+    return torch.stack(experts) if experts[0].ndim > 1 else torch.cat(experts)
+
+
+def _by_expert(parameter: Tensor, experts: int) -> Tensor:
+    return parameter if parameter.ndim > 1 else parameter.view(experts, -1)
+
+
+def _joined_parameter(weights: list[nn.Parameter]) -> nn.Parameter:
+    """One parameter, with the attributes that Megatron reads."""
+    joined = nn.Parameter(_joined([weight.detach() for weight in weights]))
     marks = dict(vars(weights[0]))
-    if marks.get("partition_dim", -1) >= 0:
+    if marks.get("partition_dim", -1) >= 0 and joined.ndim > 1:
         marks["partition_dim"] += 1
-    vars(stacked).update(marks)
-    return stacked
+    vars(joined).update(marks)
+    return joined
 
 
 def _shards_of_experts(
@@ -337,7 +347,7 @@ def _shards_of_experts(
     replica_id: Any,
     flattened_range: slice | None,
 ) -> list[list[ShardedTensor]]:
-    """The shards of a weight (e, p, q), or of biases (e, p): [expert][half], where halves are gate and up, or only one.
+    """The shards of a weight (e, p, q), or of biases (e*p): [expert][half], where halves are gate and up, or only one.
 
     places: each expert's offsets ahead of p and q. axis: p (0) or q (1), along which tensor parallelism splits each
     half. tp: rank and size of its group; with biases Megatron allows only size 1.
@@ -357,10 +367,10 @@ def _shards_of_experts(
             )
             for number, half in enumerate(expert.chunk(halves, dim=axis))
         ]
-        for place, expert in zip(places, weight.detach(), strict=True)
+        for place, expert in zip(places, _by_expert(weight.detach(), len(places)), strict=True)
     ]
 
 
-def _stacked(shards: list[list[Tensor]]) -> Tensor:
-    """The weight (e, p, q), assembled after loading from the shards of `_shards_of_experts`."""
-    return torch.stack([torch.cat(halves) for halves in shards])
+def _loaded(shards: list[list[Tensor]]) -> Tensor:
+    """The weight or biases, assembled after loading from the shards of `_shards_of_experts`."""
+    return _joined([torch.cat(halves) for halves in shards])
