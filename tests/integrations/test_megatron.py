@@ -21,6 +21,7 @@ pytest.importorskip("megatron.core", reason="Megatron Core is not installed: mak
 import megatron_step
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.activations import quick_gelu
+from megatron.core.inference import utils as inference
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import layers as parallel_layers
@@ -31,6 +32,7 @@ from megatron_models import (
     LENGTH,
     D,
     E,
+    K,
     N,
     Training,
     assert_same,
@@ -67,16 +69,48 @@ def megatron() -> Iterator[None]:
     [
         ({}, "LocalTokenDispatcher"),
         ({"moe_shared_expert_intermediate_size": N}, "LocalTokenDispatcher"),
+        (
+            {"moe_shared_expert_intermediate_size": N, "moe_shared_expert_overlap": True}
+            | {"moe_token_dispatcher_type": "alltoall"},
+            "MoEAlltoAllTokenDispatcher",
+        ),
         # Some tokens lose an expert, and Megatron fills experts with tokens of weight 0.
         ({"moe_expert_capacity_factor": 0.5}, "LocalTokenDispatcher"),
-        ({"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}, "MoEAlltoAllTokenDispatcher"),
+        ({"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}, "LocalTokenDispatcher"),
     ],
-    ids=["plain", "shared", "dropped", "padded"],
+    ids=["plain", "shared", "overlapped", "dropped", "padded"],
 )
 def test_loss_and_every_gradient(changes: dict[str, Any], dispatcher: str) -> None:
     stock, ours = models(**changes)
     assert_same_step(stock, ours, tokens(1))
     assert type(layer_of(ours).token_dispatcher).__name__ == dispatcher
+
+
+def test_decoding_that_pads_experts() -> None:
+    """Megatron's inference turns padding on for a model that was made without."""
+    found = []
+    for model in models(moe_token_dispatcher_type="alltoall"):
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(inference, "moe_layer_cache", None)
+            inference.set_decode_expert_padding(model.eval(), True, capacity_factor=E / K)
+            found.append({"losses": losses_of(model, tokens(1))})
+    assert_same(found[1], found[0])
+
+
+def test_the_experts_after_a_cuda_graph_of_the_router() -> None:
+    """A replay runs no Python: the dispatcher has what the graph returned, as transformer_layer.py puts it there."""
+    layer = layer_of(models()[1])
+    x, dispatcher = torch.randn(LENGTH, 2, D), layer.token_dispatcher
+    expected, _ = layer(x)
+    layer.fwd_execution_map = ["route"]
+    rows, probs, _ = layer(x, intermediate_tensors=())
+    returned = {name: getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs}
+    dispatcher.routing_map = None
+    vars(dispatcher).update(returned)
+    layer.fwd_execution_map = ["expert_compute"]
+    out, _ = layer(None, intermediate_tensors=(rows, probs))
+    layer.fwd_execution_map = ["postprocess"]
+    assert torch.equal(layer(None, intermediate_tensors=(out, None)), expected)
 
 
 @pytest.mark.parametrize(

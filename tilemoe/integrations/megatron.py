@@ -172,6 +172,10 @@ class TileMoEExperts(MegatronModule):
 class LocalTokenDispatcher(MoETokenDispatcher):
     """Leaves tokens where they are, for a process that has all experts: the plan says who computes what."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.cudagraph_attrs = ["routing_map"]  # a CUDA graph of dispatch_preprocess alone returns it
+
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """tokens (..., d), routing_map (T, E) bool, probs (T, E) -> tokens (T, d), probs."""
         self.shape = tokens.shape
@@ -185,6 +189,8 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         """tokens (T, d), their plan, and the experts' probabilities (T, K); a token may have fewer than K experts."""
         experts = probs.shape[1]
         assert self.routing_map is not None, "dispatch_preprocess comes first"
+        if self.config.moe_pad_expert_input_to_capacity:
+            self.routing_map = self.routing_map & (probs > 0)  # padding has weight 0, and may exceed K of a token
         chosen, ids = self.routing_map.byte().topk(self.config.moe_router_topk, dim=1)
         plan = plan_topk(ids.masked_fill(chosen == 0, experts), experts)
         self.routing_map = None
@@ -209,8 +215,7 @@ class TileMoELayer(MoELayer):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, *args, pg_collection=groups, **named)
         moves = groups.ep.size() * groups.expt_tp.size() > 1
-        # Megatron's dispatchers also start the shared experts, and pad experts to a capacity.
-        if not (moves or config.moe_shared_expert_overlap or config.moe_pad_expert_input_to_capacity):
+        if not (moves or config.moe_shared_expert_overlap):  # Megatron's dispatchers also start the shared experts
             self.token_dispatcher = LocalTokenDispatcher(config, groups)
 
 
