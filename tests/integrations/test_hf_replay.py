@@ -178,8 +178,12 @@ def test_what_cannot_be_replayed_is_one_line() -> None:
         (ids + 6, (), r"expert_ids must lie in \[0, 6\)"),
         (torch.zeros_like(ids), (), "expert_ids names expert 0 twice"),
         (ids.float(), (), "expert_ids must be int32 or int64"),
-        (ids, (mask[:, 1:],), "token_mask must be torch.bool with one element for each of expert_ids' 18 tokens"),
-        (ids, (mask.float(),), "token_mask must be torch.bool .* got torch.float32"),
+        (ids.transpose(1, 2), (), r"\(L, B, S, K\) with the batch's B, S = \(2, 9\), not \(9, 2\)"),
+        (ids, (mask[:, 1:],), r"token_mask must be \(2, 9\) torch.bool, got \(2, 8\)"),
+        (ids, (mask.T,), r"token_mask must be \(2, 9\) torch.bool, got \(9, 2\)"),
+        (ids, (mask[0],), r"token_mask must be \(18,\) torch.bool, got \(9,\)"),
+        (ids, (mask.float(),), "token_mask must be .* torch.bool, got .* torch.float32"),
+        (ids, (mask.tolist(),), "token_mask must be a tensor, got list"),
     ):
         with raises_one_line(message), replay_routing(model, wrong, *more):
             model(input_ids=tokens())

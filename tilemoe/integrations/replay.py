@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from tilemoe.integrations.transformers import experts_modules, layer_of, outermost
 from tilemoe.routing.replay import RoutingRecord, check_replayed_ids
-from tilemoe.runtime.tensors import as_mask
+from tilemoe.routing.topk import checked_mask
+from tilemoe.runtime.tensors import require_tensor
 from tilemoe.runtime.tracing import is_in_backward
 
 
@@ -105,16 +106,15 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
             f"expert_ids must be (L, B, S, K) with the model's L = {len(layers)} MoE layers, got {found}; "
             "record.expert_ids(B) gives them so"
         )
-    mask = None if token_mask is None else as_mask(token_mask).reshape(-1)
-    tokens = expert_ids.shape[1:-1].numel()
-    if mask is not None and (mask.dtype != torch.bool or mask.shape[0] != tokens):
-        raise ValueError(
-            f"token_mask must be torch.bool with one element for each of expert_ids' {tokens} tokens, got {mask.dtype} "
-            f"with {mask.shape[0]}"
-        )
+    if token_mask is not None:
+        require_tensor("token_mask", token_mask)
+        shape = expert_ids.shape[1:-1]
+        if token_mask.ndim == 1 or len(shape) == 1:
+            token_mask, shape = token_mask.flatten(), torch.Size([shape.numel()])
+        token_mask = checked_mask(token_mask, shape, expert_ids.device).flatten()
     replays, handles = [], []
-    for layer, ids in zip(layers, expert_ids.flatten(1, -2), strict=True):
-        replays.append(replay := _Replay(layer, ids, mask))
+    for layer, ids in zip(layers, expert_ids, strict=True):
+        replays.append(replay := _Replay(layer, ids, token_mask))
         for module in layer.around_router:
             handles.append(module.register_forward_pre_hook(replay.begin))
             handles.append(module.register_forward_hook(replay.end, always_call=True))
@@ -183,13 +183,15 @@ class _Replay(TorchFunctionMode):
     def __init__(self, layer: _Layer, expert_ids: Tensor, token_mask: Tensor | None) -> None:
         super().__init__()
         self.name, self.is_used = layer.name, False
-        self._ids, self._mask = expert_ids, token_mask
+        self._shape, self._shape_of_x = expert_ids.shape[:-1], torch.Size([])
+        self._ids, self._mask = expert_ids.flatten(0, -2), token_mask
         self._num_experts = layer.num_experts
         self._current: nn.Module | None = None
         self._taken: list[_TopK] = []  # since the experts last ran
 
     def begin(self, module: nn.Module, args: Any) -> None:
         self._current = module
+        self._shape_of_x = args[0].shape[:-1] if args and isinstance(args[0], Tensor) else torch.Size([])
         self._taken = [taken for taken in self._taken if taken.module is not module]  # of a forward that ended early
         self.__enter__()
 
@@ -200,6 +202,11 @@ class _Replay(TorchFunctionMode):
         """Runs before the experts. ValueError unless the router took the top K once, or chose these ids by itself."""
         chosen = _top_k_index(args, kwargs)
         self._check(chosen)
+        given, found = self._shape, self._shape_of_x
+        if len(given) == len(found) == 2 and given != found and 1 not in (given[0], found[0]):  # 1: packed sequences
+            raise ValueError(
+                f"expert_ids must be (L, B, S, K) with the batch's B, S = {tuple(found)}, not {tuple(given)}"
+            )
         times, self._taken = len(self._taken), []
         if times != 1 and not (times == 0 and self._are_replayed(chosen)):  # a table of token ids takes no top K
             raise ValueError(
