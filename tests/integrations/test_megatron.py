@@ -295,6 +295,8 @@ def test_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert integration.tilemoe_spec(old).module is integration.TileMoELayer
     with raises_one_line(r"spec \(TransformerBlockSubmodules\) has no MoE layer of Megatron's"):
         integration.tilemoe_spec(dense := spec(config(moe_layer_freq=[0, 0])))
+    with raises_one_line("is num_moe_experts set, or is it ours"):
+        integration.tilemoe_spec(ours)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
     assert integration.tilemoe_spec(dense) is dense  # a stage, and the others have MoE layers
 

@@ -110,7 +110,7 @@ class TileMoEExperts(MegatronModule):
         if not isinstance(plan, RoutingPlan):
             plan, probs = plan_rows(plan.to(x.device, non_blocking=True), x.shape[0]), probs.unsqueeze(1)
         weights = [w for w in (self.w1, self.w2) if getattr(w, "main_grad", None) is not None]
-        given = {name: _by_expert(each, self.w1.shape[0]) for name, each in self._named()}
+        given: dict[str, Any] = {name: _by_expert(each, self.w1.shape[0]) for name, each in self._named()}
         o = moe(x, plan=plan, scores=probs, accumulate=bool(weights), **given, **self.options)
         return _IntoMainGrad.apply(o, weights) if weights else o, None
 
@@ -237,7 +237,9 @@ def tilemoe_spec(spec: Any) -> Any:
     is_initialized = parallel_state.model_parallel_is_initialized()
     stages = parallel_state.get_pipeline_model_parallel_world_size() if is_initialized else 1
     if found is spec and stages == 1:
-        raise ValueError(f"spec ({type(spec).__name__}) has no MoE layer of Megatron's; is num_moe_experts set?")
+        raise ValueError(
+            f"spec ({type(spec).__name__}) has no MoE layer of Megatron's; is num_moe_experts set, or is it ours?"
+        )
     return found
 
 
