@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_train_hf_base import adapted, write_base
 
 from tilemoe.train.checkpoints.restore import build_model
@@ -97,6 +97,15 @@ def pipe(name: str) -> Callable[[Path], None]:
     return make
 
 
+def of_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
+    def make(base: Path) -> None:
+        tensors = load_file(base / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+    return make
+
+
 def endless(base: Path) -> None:
     os.truncate(base / GENERATION, 1 << 40)
 
@@ -107,6 +116,9 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights linked": (linked, "is a link to .*, out of the folder"),
     "a pipe for an index": (pipe(INDEX), "it is no regular file"),
     "a pipe for generation": (pipe(GENERATION), "it is no regular file"),
+    "weights in integers": (of_dtype(torch.int64), "has model.norm.weight in I64, which are no floats"),
+    "weights in bytes": (of_dtype(torch.uint8), "has model.norm.weight in U8, which are no floats"),
+    "weights in fp8 without scales": (of_dtype(torch.float8_e4m3fn), "in F8_E4M3, which are no floats"),
     "endless generation": (endless, "it has more than 64 MiB"),
 }
 

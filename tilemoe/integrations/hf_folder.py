@@ -22,7 +22,7 @@ from tilemoe.integrations.quantized_weight import FrozenWeight
 from tilemoe.kernels.experts.formats.mxfp4 import Mxfp4Weight
 from tilemoe.models.folder import CONFIG_FILE, read_settings
 from tilemoe.models.hf_base import HFBase
-from tilemoe.models.huggingface import opened
+from tilemoe.models.huggingface import FLOATS, opened
 from tilemoe.runtime.tensors import is_finite
 
 DENSE = "dense"
@@ -113,8 +113,13 @@ def planned(base: HFBase, config: Any, dtype: torch.dtype, num_tensors: int) -> 
 
 
 def slices_of(base: HFBase) -> dict[str, Any]:
-    """Tensors by name, which are read when sliced and keep the files open. ValueError: as for `opened`."""
-    with opened(Path(base.folder), dtypes=None) as file_of:
+    """Tensors by name, which are read when sliced and keep the files open. ValueError: as for `opened`.
+
+    Only where config.json says that weights are quantised may there be bytes beside floats: codes and scales.
+    """
+    folder = Path(base.folder)
+    is_dense = read_settings(folder / CONFIG_FILE).get("quantization_config") is None
+    with opened(folder, FLOATS if is_dense else (*FLOATS, "U8")) as file_of:
         return {name: file.get_slice(name) for name, file in file_of.items()}
 
 
