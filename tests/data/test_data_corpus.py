@@ -273,12 +273,13 @@ def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):
         list(open_corpus(str(tmp_path), longest_line=len(line) - 1).documents())
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.parquet", "empty.parquet"])
 def test_a_file_that_grows_without_measure_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(corpus_module, "_ALWAYS", 1 << 16)
     path = tmp_path / name
-    if name == "a.parquet":
-        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 900, pyarrow.int32()), ["a" * 9000])
+    if path.suffix == ".parquet":
+        text = "" if name == "empty.parquet" else "a" * 9000
+        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 9000, pyarrow.int32()), [text])
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
     else:
         path.write_bytes(COMPRESS[path.suffix]((b"a" if ".txt" in name else b"\n") * (1 << 23)))

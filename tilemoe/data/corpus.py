@@ -42,6 +42,7 @@ _PIECE = 1 << 20  # characters of a text file in one document; a longer file is 
 _PARQUET_ROWS = 4  # in memory at once: a small file may repeat a large text in many rows
 _FEW_NUL = 64  # a text has at most one NUL per so many characters; UTF-16 without a BOM has one in each blank at least
 _MOST_PER_BYTE, _ALWAYS = 256, 1 << 24  # characters of a file's texts: at most so many per byte, but always so many
+_PER_TEXT = 32  # characters that a text counts more than it has, because empty ones take time, too
 _NAMED = 5  # skipped files that messages name
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -344,7 +345,7 @@ def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
     """The ``texts`` of a file. ValueError: they are too long for its size, as in a decompression bomb."""
     left = max(_ALWAYS, _MOST_PER_BYTE * path.stat().st_size)
     for text in texts:
-        left -= len(text)
+        left -= len(text) + _PER_TEXT
         if left < 0:
             raise ValueError(f"{path}: decompresses to over {_MOST_PER_BYTE} characters per byte; give it uncompressed")
         yield text
