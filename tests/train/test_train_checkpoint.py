@@ -176,7 +176,7 @@ def test_what_comes_into_a_checkpoint_while_it_is_deleted_stays(
     path = save(1)
     files = [file.name for file in path.iterdir()]
     (path / "thesis.tex").write_bytes(b"years of work")
-    delete_files(path, files)
+    delete_files(path, [*files, "gone", "\ud800", "a" * 300])  # of a manifest of others, which lists anything
     save(2)
     assert (tmp_path / name / "thesis.tex").read_bytes() == b"years of work"
 

@@ -121,8 +121,8 @@ def delete_files(path: Path, names: Iterable[str]) -> None:
     """
     trash = trash_of(path)
     os.rename(path, trash)
-    for name in names:
-        (trash / name).unlink(missing_ok=True)
+    for file in {*trash.iterdir()} & {trash / name for name in names}:  # a listed name may be none that a file can have
+        file.unlink()
     if any(trash.iterdir()):
         os.rename(trash, aside_of(path))
     else:
