@@ -22,6 +22,7 @@ from tilemoe.cli.main import main
 from tilemoe.models.sums import _digest, canonical, file_entries, manifest_of
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.folder import (
+    MODEL_FILE,
     CheckpointError,
     open_checkpoint,
 )
@@ -255,6 +256,10 @@ def test_weights_are_floats(checkpoint: Path, dtype: torch.dtype) -> None:
     save_file(tensors | {"norm.weight": tensors["norm.weight"].to(dtype)}, checkpoint / "model.safetensors")
     sign(checkpoint)
     with raises_one_line(f"norm.weight in {dtype}, instead of torch.float32", CheckpointError):
+        restore(checkpoint, "cpu")
+    save_file(tensors | {"norm.weight": torch.zeros(8).byte().view(torch.float4_e2m1fn_x2)}, checkpoint / MODEL_FILE)
+    sign(checkpoint)
+    with raises_one_line(r"model\.norm\.weight is in F4, which no run saves", CheckpointError):
         restore(checkpoint, "cpu")
 
 

@@ -196,7 +196,11 @@ def whole_tensors(model_file: Path, optimizer_file: Path) -> Iterator[dict[str, 
     """The tensors that a single process wrote, by the same names, as slices of safetensors."""
     with safe_open(str(model_file), "pt") as model, safe_open(str(optimizer_file), "pt") as optimizer:
         files = {_MODEL: model, _OPTIMIZER: optimizer}
-        yield {kind + name: file.get_slice(name) for kind, file in files.items() for name in file.keys()}  # noqa: SIM118
+        held = {kind + name: file.get_slice(name) for kind, file in files.items() for name in file.keys()}  # noqa: SIM118
+        for name, part in held.items():
+            if part.get_dtype() == "F4":  # two values in a byte: torch's tensor has another shape than the slice says
+                raise ValueError(f"{name} is in F4, which no run saves")
+        yield held
 
 
 def read_model(held: Mapping[str, Any], model: nn.Module, absent: Container[str] = ()) -> None:
