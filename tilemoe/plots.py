@@ -50,6 +50,7 @@ STYLES = (
 )
 LABEL_MARGIN = 0.15  # share of an axis above the highest bar, so that its label stays inside the frame
 _WHERE = MappingProxyType({"gpu": None, "commit": 7})  # number of characters shown; None: all
+_LONGEST_TITLE, _MOST_LAYERS = 120, 1000  # characters and lines drawn of what a run's folder says
 _PLAN_COLOURS = MappingProxyType({"forward": STYLES[4].colour, "backward": STYLES[2].colour})  # rooflines are black
 _PLAN_SIZES = MappingProxyType(
     {
@@ -126,7 +127,7 @@ def run_figure(records: Sequence[Row], title: str) -> Figure:
     if undecided:  # near 1 a router is undecided, near 0 each token has one expert
         ylabel = "router entropy / log(experts)"
         _draw_layers(axes["entropy"], undecided, "router_entropy", "how undecided the routers are", ylabel)
-    figure.suptitle(title)
+    figure.suptitle(title[:_LONGEST_TITLE], parse_math=False)  # a recipe's name, which anybody may have written
     return figure
 
 
@@ -138,6 +139,11 @@ def _label_steps(axes: Any, title: str, ylabel: str) -> None:
     axes.grid(alpha=0.3)
 
 
+def _curve(records: Sequence[Row], field: str) -> tuple[list[int], list[float]]:
+    """The steps and the numbers of ``field``; of a list matplotlib would draw as many lines as it has entries."""
+    return [record["step"] for record in records], [float(record[field]) for record in records]
+
+
 def _draw_losses(axes: Any, train: Sequence[Row], evals: Sequence[Row]) -> None:
     """The losses; losses on a subset of the held-out text and on all of it are separate curves."""
     for label, records, style in (
@@ -146,14 +152,14 @@ def _draw_losses(axes: Any, train: Sequence[Row], evals: Sequence[Row]) -> None:
         ("held-out, whole split", [r for r in evals if r["whole_split"]], STYLES[3].line),
     ):
         if records:
-            axes.plot([r["step"] for r in records], [r["nats_per_token"] for r in records], label=label, **style)
+            axes.plot(*_curve(records, "nats_per_token"), label=label, **style)
     _label_steps(axes, "training and held-out loss", "loss [nats/token]")
     axes.legend()
 
 
 def _draw_throughput(axes: Any, train: Sequence[Row]) -> None:
     """The throughput of all processes together, as in the progress line."""
-    axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color=STYLES[0].colour)
+    axes.plot(*_curve(train, "tokens_per_second"), lw=0.8, color=STYLES[0].colour)
     _label_steps(axes, "throughput of all processes", "throughput [tokens/s]")
     axes.set_ylim(0, 1.1 * max((r["tokens_per_second"] for r in train), default=1.0))
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -161,7 +167,10 @@ def _draw_throughput(axes: Any, train: Sequence[Row]) -> None:
 
 def _draw_layers(axes: Any, train: Sequence[Row], field: str, title: str, ylabel: str) -> None:
     """A line per MoE layer; the first is the darkest."""
-    steps, layers = [r["step"] for r in train], list(zip(*(r[field] for r in train), strict=True))
+    steps = [r["step"] for r in train]
+    layers = [[*map(float, values)] for values in zip(*(r[field] for r in train), strict=True)]
+    if len(layers) > _MOST_LAYERS:
+        raise ValueError(f"{field} has {len(layers):,} layers")
     for layer, values in enumerate(layers):
         axes.plot(steps, values, lw=0.8, color=str(0.8 * layer / len(layers)), label=f"MoE layer {layer}")
     _label_steps(axes, title, ylabel)
@@ -171,7 +180,7 @@ def _draw_layers(axes: Any, train: Sequence[Row], field: str, title: str, ylabel
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
     """A heat map, MoE layers x experts, of each expert's tokens over the layer's mean: 1 is perfect balance."""
-    share = [[len(layer) * count / max(sum(layer), 1) for count in layer] for layer in tokens_per_expert]
+    share = [[len(layer) / max(sum(layer), 1) * count for count in layer] for layer in tokens_per_expert]
     image = axes.imshow(share, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=2.0, interpolation="nearest")
     axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")
     for axis in (axes.xaxis, axes.yaxis):

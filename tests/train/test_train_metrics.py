@@ -122,6 +122,21 @@ def test_records_that_cannot_be_drawn_are_named(tmp_path: Path, change: Callable
         draw(tmp_path, "title")
 
 
+@pytest.mark.parametrize(("name", "value"), [("router_entropy", 1), ("router_entropy", [1] * 9), ("nats_per_token", 1)])
+def test_no_more_lines_are_drawn_than_a_run_has(tmp_path: Path, name: str, value: object) -> None:
+    """matplotlib takes minutes for 100,000."""
+    record = {"kind": "train", "step": 1, "nats_per_token": 5.0, "tokens_per_second": 9.0, name: [value] * 2000}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with raises_one_line("metrics.jsonl cannot be drawn"):
+        draw(tmp_path, "title")
+
+
+def test_a_title_is_no_formula(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    draw(tmp_path, "$" + r"\sqrt{" * 60 + "}" * 60 + "$")  # matplotlib's parser recurses
+    draw(tmp_path, "$a_b$" + "c" * 100_000)
+
+
 class FakeWandB(ModuleType):
     """Keeps what a run is started with, what it is told, and its end."""
 
