@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 Value = TypeVar("Value")
 _CONTROL = r"[\x00-\x1f\x7f-\x9f]"
 _LONGEST = 120  # characters of a value that a message shows
+_LONGEST_TOLD = 2000  # characters of each end of a message
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -33,6 +34,8 @@ def shown(value: Any) -> str:
 def told(error: BaseException | str) -> str:
     """A text, or an error's message or type, on one line, without control characters that could steer a terminal."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if len(text) > 2 * _LONGEST_TOLD:  # a file may have a name or a setting of any length; the fix is at the end
+        text = f"{text[:_LONGEST_TOLD]} ... {text[-_LONGEST_TOLD:]}"
     return re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", text)
 
 
