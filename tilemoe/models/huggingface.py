@@ -231,14 +231,14 @@ def whole_parameters(
 
 
 @contextmanager
-def opened(folder: Path, dtypes: Collection[str] = FLOATS) -> Iterator[dict[str, Any]]:
+def opened(folder: Path, dtypes: Collection[str] | None = FLOATS) -> Iterator[dict[str, Any]]:
     """Tensor name -> the open safetensors file that holds it, for every tensor of the folder's model.
 
     The index says which file holds a tensor; without an index it is model.safetensors, or else any of the shards.
 
     Raises:
         ValueError: a file or a tensor is missing or damaged, or a tensor is in two files or of a dtype that is not in
-            ``dtypes``; the message names it.
+            ``dtypes`` (None: any); the message names it.
     """
     has_index = (folder / INDEX_FILE).exists()
     listed = _read_index(folder / INDEX_FILE) if has_index else {}
@@ -265,7 +265,7 @@ def opened(folder: Path, dtypes: Collection[str] = FLOATS) -> Iterator[dict[str,
             for name in sorted(names & file_of.keys()):
                 raise ValueError(f"{file} has {name}, which another file has, too; keep the model's own files alone")
             for name in sorted(names):
-                if (dtype := handle.get_slice(name).get_dtype()) not in dtypes:
+                if dtypes is not None and (dtype := handle.get_slice(name).get_dtype()) not in dtypes:
                     raise ValueError(f"{file} has {name} in {dtype}, which are no floats to compute with; {IN_BF16}")
             file_of |= dict.fromkeys(names, handle)
         try:
