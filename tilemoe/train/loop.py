@@ -313,7 +313,7 @@ class Trainer:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
             for rank, row in enumerate(values):
                 if not abs(row[index]) < float("inf"):
-                    whose = "" if self.job.is_alone else f" of rank {rank}"
+                    whose = "" if self.job.is_alone or index == 2 else f" of rank {rank}"  # the norm is of all
                     what = f"the {name}{whose} became {row[index]}{self._origin()}"
                     raise NonFiniteLossError(f"{what} in step {self.step + 1}; {self._remedy()}")
 
