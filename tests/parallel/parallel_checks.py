@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from helpers import redraw
+from helpers import raises_one_line, redraw
 from ranks import device_of_rank
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +24,7 @@ from tilemoe.kernels.experts.table import STORAGES
 from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
-from tilemoe.parallel.expert import rows_of_experts
+from tilemoe.parallel.expert import expert_parallel, rows_of_experts
 from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.mesh import Meshes, build_meshes
@@ -283,6 +283,17 @@ def check_what_is_sharded_how() -> None:
             assert w1.to_local().numel() * world() == want.numel()
             assert torch.equal(w1.full_tensor(), want)
     assert_as_one_process(FSDP, replace(MODEL, moe=replace(MOE, num_experts=7)))
+
+
+def check_a_model_is_sharded_once() -> None:
+    """By one function: expert_parallel averages gradients, parallelize sums them."""
+    every, divided = meshes_of(FSDP), meshes_of(EP_FSDP)
+    assert divided.experts is not None
+    shards = fully_shard, partial(parallelize, meshes=every), partial(expert_parallel, mesh=divided.experts)
+    for shard, meshes in product(shards, (every, divided)):
+        shard(model := make_model(torch.float32))
+        with raises_one_line("model is sharded already; call parallelize once"):
+            parallelize(model, meshes)
 
 
 def check_checkpointing() -> None:

@@ -9,7 +9,8 @@ pytestmark = pytest.mark.dist
 CHECKS = [*parallel_checks.CHECKS, *accumulation_checks.CHECKS]
 QUICK = (
     parallel_checks.check_fsdp, parallel_checks.check_expert_parallel_and_fsdp, parallel_checks.check_replayed_routing,
-    parallel_checks.check_training, accumulation_checks.check_nothing_else_touches_the_sums,
+    parallel_checks.check_training, parallel_checks.check_a_model_is_sharded_once,
+    accumulation_checks.check_nothing_else_touches_the_sums,
 )  # fmt: skip
 
 

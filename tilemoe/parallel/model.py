@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tilemoe.checks import require_choice, require_type
 from tilemoe.dispatch.choose import Transports
@@ -50,8 +51,9 @@ def parallelize(
         device_named(device)
     if compile_backend is not None:
         require_choice("compile_backend", compile_backend, torch.compiler.list_backends(exclude_tags=()))
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("model is sharded already; call parallelize once, instead of expert_parallel and fully_shard")
     config = meshes.config
-    is_meta = model.embed.weight.is_meta
     model.set_checkpointing(config.checkpointing)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     transports = None
@@ -62,6 +64,6 @@ def parallelize(
             block.compiled_by = compile_backend
         shard_block(block, meshes, transports, is_last=block is blocks[-1])
     shard_rest(model, meshes)
-    if is_meta and device is not None:
+    if device is not None and model.embed.weight.is_meta:
         model.to_empty(device=device)
         model.reset_parameters(generator)
