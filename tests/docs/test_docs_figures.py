@@ -52,7 +52,9 @@ def test_ways_of_training() -> None:
     assert f"processed {speeds[0]} tokens/s instead of {speeds[1]}." in page
     fp8, bf16 = (runs[way, "ways_text"]["heldout_nats_per_token"][-1][1] for way in ("fp8", "top-K"))
     percent = 100 * (fp8 / bf16 - 1)
-    assert f"| {percent:+.2f}% at the end; two bf16 seeds not compared |".replace("0.", ".") in text_of("fp8.md")
+    told = f"| {percent:+.2f}% at the end; two bf16 seeds not compared; ".replace("0.", ".")
+    rates = (f"{runs[way, 'ways_text']['tokens_per_second']:,.0f}" for way in ("fp8", "top-K"))
+    assert told + "{} tokens/s, bf16 {} |".format(*rates) in text_of("fp8.md")
     assert f"[{percent:.1f}% above](results/figures/ways.svg) bf16's loss" in README
 
 
