@@ -165,7 +165,7 @@ def ways(folder: Path) -> Path:
     losses, apart = figure.subplots(2, 1, sharex=True)
     for row, style in zip(record.rows("ways"), cycle(STYLES), strict=False):
         given, name = row["options"], f"{row['way']}, seed {row['seed']}, {row['tokens_per_second']:,.0f} tokens/s"
-        of_topk = record.rows("ways", way="top-K", seed=0, options=given)[-1]
+        of_topk = min(record.rows("ways", way="top-K", options=given), key=lambda each: each["seed"])
         base = dict(of_topk["heldout_nats_per_token"])
         steps, values = zip(*row["heldout_nats_per_token"], strict=True)
         text = given[given.index("--data.corpus") + 1]

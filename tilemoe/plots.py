@@ -180,6 +180,7 @@ def _draw_layers(axes: Any, train: Sequence[Row], field: str, title: str, ylabel
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
     """A heat map, MoE layers x experts, of each expert's tokens over the layer's mean: 1 is perfect balance."""
+    # A float first: times an integer, a list in metrics.jsonl would be repeated.
     share = [[len(layer) / max(sum(layer), 1) * count for count in layer] for layer in tokens_per_expert]
     image = axes.imshow(share, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=2.0, interpolation="nearest")
     axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")

@@ -58,6 +58,10 @@ def test_a_run_that_ended_in_its_first_step_may_be_begun_anew(moe_recipe: Recipe
     train(replace(moe_recipe, train=settings))
     with raises_one_line("not empty; add --resume"):
         require_fresh(Path(settings.out_dir))
+    (piped := Path(settings.out_dir) / "piped").mkdir()
+    os.mkfifo(piped / "metrics.jsonl")
+    with raises_one_line("not empty; add --resume"):
+        require_fresh(piped)
 
 
 def removed(folder: Path) -> None:

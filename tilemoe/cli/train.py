@@ -16,7 +16,7 @@ from tilemoe.cli.parsing import options_given, parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.files import default_cache_dir
 from tilemoe.models.folder import find_folder, is_hf
-from tilemoe.models.hf_base import HFBase
+from tilemoe.models.hf_base import HFBase, why_base
 from tilemoe.models.hf_config import import_line
 from tilemoe.models.sums import sums_line
 from tilemoe.train.config import DataConfig, LoRAConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
@@ -83,6 +83,8 @@ def _run(arguments: Sequence[str], job: Job, phases: Phases) -> None:
         print(f"starting from the weights in {init_from}")
         if is_hf(init_from) and (line := sums_line(init_from)):
             print(f"note: {line}")
+        if is_hf(init_from) and (line := why_base(init_from)):
+            print(f"note: adapters train in transformers' own class ({line})")
     if job.is_first and (line := import_line(recipe.model)):
         print(f"note: {line}")
     is_theirs = bool(resume) and known.recipe is None and "--data.cache-dir" not in options_given(overrides)

@@ -347,7 +347,7 @@ def measured(path: Path, texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         left -= len(text) + _PER_TEXT
         if left < 0:
-            raise ValueError(f"{path}: decompresses to over {_MOST_PER_BYTE} characters per byte; give it uncompressed")
+            raise ValueError(f"{path}: too many texts, or too long, for its {path.stat().st_size} bytes; uncompress it")
         yield text
 
 

@@ -109,7 +109,7 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
     if token_mask is not None:
         require_tensor("token_mask", token_mask)
         shape = expert_ids.shape[1:-1]
-        if token_mask.ndim == 1 or len(shape) == 1:
+        if token_mask.ndim == 1 or len(shape) == 1 or 1 in shape:  # 1: packed sequences
             token_mask, shape = token_mask.flatten(), torch.Size([shape.numel()])
         token_mask = checked_mask(token_mask, shape, expert_ids.device).flatten()
     replays, handles = [], []

@@ -71,8 +71,9 @@ class MoEOutputOfModel(NamedTuple):
     statistics: Tensor
 
 
-for _output in (MoEOutput, MoEOutputOfModel):  # so that torch.export.save can write a program that returns one
-    _register_namedtuple(_output, serialized_type_name=f"tilemoe.{_output.__name__}")
+# So that torch.export.save can write a program that returns one.
+_register_namedtuple(MoEOutput, serialized_type_name="tilemoe.MoEOutput")
+_register_namedtuple(MoEOutputOfModel, serialized_type_name="tilemoe.MoEOutputOfModel")
 
 
 class MoE(nn.Module):

@@ -78,13 +78,13 @@ class HFBase:
 
 
 def why_base(folder: Path) -> str | None:
-    """What `DecoderLM` does not implement of the model in transformers' folder; None: it does, or no class can."""
+    """Why the model in transformers' folder needs its own class instead of `DecoderLM`; None: no reason is known."""
     try:
         config_from_hf(read_settings(folder / CONFIG_FILE))
     except Unimplemented as error:
         return str(error)
     except ValueError:
-        pass
+        return None
     return None
 
 

@@ -172,7 +172,7 @@ def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> No
     for name in ("attention_dropout", *(("router_jitter_noise",) if architecture.model_type == "mixtral" else ())):
         amount = number(data, name, float, 0.0)
         if amount != 0:
-            raise Unimplemented(
+            raise ValueError(
                 f"config.json: {name} must be 0, got {amount}; it is not implemented, so set it to 0 in config.json"
             )
 

@@ -37,6 +37,7 @@ _SHARD_NAME = r"[^/\\]+\.safetensors"  # a file in the folder itself: it has no 
 _MOST_TENSORS = 1 << 18  # in a model, because each is looked at; DeepSeek-V3 has 91,991
 _ALL = slice(None)
 FLOATS = ("F64", "F32", "F16", "BF16")
+_TABLE = ".tid2eid"  # DeepSeek-V4's experts of each token id, integers
 
 # (our name within a block, their name within a layer) of tensors that differ only in name.
 _BLOCK_NAMES = (
@@ -265,7 +266,8 @@ def opened(folder: Path, dtypes: Collection[str] | None = FLOATS) -> Iterator[di
             for name in sorted(names & file_of.keys()):
                 raise ValueError(f"{file} has {name}, which another file has, too; keep the model's own files alone")
             for name in sorted(names):
-                if dtypes is not None and (dtype := handle.get_slice(name).get_dtype()) not in dtypes:
+                dtype = handle.get_slice(name).get_dtype()
+                if dtypes is not None and dtype not in dtypes and not name.endswith(_TABLE):
                     raise ValueError(f"{file} has {name} in {dtype}, which are no floats to compute with; {IN_BF16}")
             file_of |= dict.fromkeys(names, handle)
         try:

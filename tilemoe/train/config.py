@@ -308,8 +308,8 @@ class Recipe:
             return
         what = f"a model of type {self.model.model_type!r} runs in transformers' own class"
         if self.lora is None:
-            why = why_base(Path(self.model.folder))
-            raise ValueError(f"{what}, which trains adapters only; add --lora.rank 8 ({why})")
+            why = why_base(Path(self.model.folder)) or what
+            raise ValueError(f"{why}; transformers' own class trains adapters only, so add --lora.rank 8")
         train, parallel = self.train, self.parallel
         for name, value, served in (
             ("optim.name", self.optim.name, ("adamw", "adamw8bit")),

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import signal
+import stat
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
@@ -79,11 +80,12 @@ class Stopped:
 
 def require_fresh(run_dir: Path) -> None:
     """Raise ValueError if ``run_dir`` holds anything but the empty record of a run that ended in its first step."""
-    files = run_dir.iterdir() if run_dir.is_dir() else ()
-    if any(file.name != METRICS_FILE or file.lstat().st_size for file in files):
-        raise ValueError(
-            f"train.out_dir {run_dir} is not empty; add --resume to go on in it, or choose another --train.out-dir"
-        )
+    for file in run_dir.iterdir() if run_dir.is_dir() else ():
+        found = file.lstat()
+        if file.name != METRICS_FILE or found.st_size or not stat.S_ISREG(found.st_mode):
+            raise ValueError(
+                f"train.out_dir {run_dir} is not empty; add --resume to go on in it, or choose another --train.out-dir"
+            )
 
 
 def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilemoe.checks import told
-from tilemoe.models.folder import CONFIG_FILE, is_hf, read_config
+from tilemoe.models.folder import CONFIG_FILE, is_hf, read_config, read_settings
 from tilemoe.models.hf_base import why_base
 from tilemoe.models.huggingface import opened, whole_parameters
 from tilemoe.models.sums import SUMS_FILE, checked
@@ -67,7 +67,7 @@ def _of_export(path: Path) -> str:
 
 def _of_model(path: Path) -> str:
     """Read all that `load_hf` would read, with one parameter at a time in memory; of another class, every tensor."""
-    is_ours = why_base(path) is None
+    is_ours = why_base(path) is None and not read_settings(path / CONFIG_FILE).get("quantization_config")
     with checked(path):
         if is_ours:
             count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
