@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import losses, raises_one_line, watch_attention
-from hf_models import FAMILIES
 from peft import PeftModel
 from small_runs import words_of
 from test_hf_quantized import wide
@@ -177,7 +176,6 @@ def test_a_folder_of_gpt_oss_s_own_is_exported_whole(storage: str, moe_recipe: R
     assert main(["verify", str(tmp_path / "merged")]) == 2
 
 
-@pytest.mark.skipif("deepseek_v4" not in FAMILIES, reason="this release of transformers has no DeepSeek-V4")
 def test_a_table_of_experts_by_token_is_read(moe_recipe: Recipe, tmp_path: Path) -> None:
     base = write_base("deepseek_v4", tmp_path / "base", mlp_layer_types=["hash_moe", "moe"])
     assert isinstance(build_model(adapted(moe_recipe, base), CPU), HFDecoder)

@@ -83,8 +83,8 @@ def _run(arguments: Sequence[str], job: Job, phases: Phases) -> None:
         print(f"starting from the weights in {init_from}")
         if is_hf(init_from) and (line := sums_line(init_from)):
             print(f"note: {line}")
-        if is_hf(init_from) and (line := why_base(init_from)):
-            print(f"note: adapters train in transformers' own class ({line})")
+        if isinstance(recipe.model, HFBase):
+            print(f"note: adapters train in transformers' own class ({why_base(init_from)})")
     if job.is_first and (line := import_line(recipe.model)):
         print(f"note: {line}")
     is_theirs = bool(resume) and known.recipe is None and "--data.cache-dir" not in options_given(overrides)

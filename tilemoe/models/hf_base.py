@@ -81,10 +81,8 @@ def why_base(folder: Path) -> str | None:
     """Why the model in transformers' folder needs its own class instead of `DecoderLM`; None: no reason is known."""
     try:
         config_from_hf(read_settings(folder / CONFIG_FILE))
-    except Unimplemented as error:
-        return str(error)
-    except ValueError:
-        return None
+    except ValueError as error:
+        return str(error) if isinstance(error, Unimplemented) else None
     return None
 
 
