@@ -9,10 +9,9 @@ layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gain
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -20,6 +19,7 @@ from matplotlib.patches import Rectangle
 
 from tilemoe import plots
 from tilemoe.bench import record
+from tilemoe.bench.record import Row
 from tilemoe.bench.report import newest_rows
 from tilemoe.plots import LABEL_MARGIN, STYLES, WIDTH, save, spread
 
@@ -32,8 +32,6 @@ TITLES = (
     "A training step of transformers' models",
 )
 MEASURES = ("time", "peak memory")
-
-Row = dict[str, Any]
 
 
 def draw_all(folder: Path) -> Iterator[Path]:
@@ -146,8 +144,7 @@ def fine_tuning(folder: Path) -> Path:
     for axis, case in zip(figure.subplots(len(cases), 1), cases, strict=True):
         newest = {(row["mode"], row["experts"], row["implementation"]): row for row in rows if row["case"] == case}
         # Two lines nearly coincide: dark, dashed colours show both.
-        for (mode, experts, computed), style in zip(newest, STYLES[: len(newest)], strict=True):
-            row = newest[mode, experts, computed]
+        for ((mode, experts, computed), row), style in zip(newest.items(), STYLES[: len(newest)], strict=True):
             name = f"{experts}, {computed}, {mode}: {row['tokens_per_second']:,} tokens/s ({row['commit'][:7]})"
             steps = range(1, len(row["losses"]) + 1)
             axis.plot(steps, row["losses"], label=name, color=style.colour, linestyle=style.dashes, lw=1.2)
@@ -160,26 +157,29 @@ def fine_tuning(folder: Path) -> Path:
 
 
 def ways(folder: Path) -> Path:
-    """Held-out losses of one recipe trained in several ways, and their differences to top-K on the same text."""
-    figure = Figure(figsize=(WIDTH, 6), layout="constrained")
-    losses, apart = figure.subplots(2, 1, sharex=True)
-    for row, style in zip(record.rows("ways"), cycle(STYLES), strict=False):
-        given, name = row["options"], f"{row['way']}, seed {row['seed']}, {row['tokens_per_second']:,.0f} tokens/s"
-        of_topk = min(record.rows("ways", way="top-K", options=given), key=lambda each: each["seed"])
-        base = dict(of_topk["heldout_nats_per_token"])
-        steps, values = zip(*row["heldout_nats_per_token"], strict=True)
-        text = given[given.index("--data.corpus") + 1]
-        losses.plot(steps, values, label=f"{text}: {name} ({row['commit'][:7]}), {values[-1]:.4f}", **style.line)
-        percent = [100 * (value / base[step] - 1) for step, value in zip(steps, values, strict=True)]
-        apart.plot(steps, percent, **style.line)
-    losses.set(ylabel="held-out loss, nats/token", yscale="log")
-    losses.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    apart.set(ylabel="difference to top-K of the same text, %", xlabel="optimiser step")
-    for axis in (losses, apart):
-        axis.grid(alpha=0.3, which="both")
-    losses.legend(fontsize=8)
-    counts = f"{of_topk['parameters'] / 1e9:.1f} B parameters, {of_topk['training_tokens'] / 1e6:.0f} M tokens"
-    figure.suptitle(f"Recipe 1b, {counts}, on one {of_topk['gpu']} each")
+    """A model and a text in each row: held-out losses of its ways of training, and their differences to top-K."""
+    rows = list(record.rows("ways"))
+    groups = dict.fromkeys(tuple(row["options"]) for row in rows)
+    styles = dict(zip(dict.fromkeys((row["way"], row["seed"]) for row in rows), STYLES, strict=False))
+    figure = Figure(figsize=(WIDTH, 8), layout="constrained")
+    for options, (losses, apart) in zip(groups, figure.subplots(len(groups), 2), strict=True):
+        runs = [row for row in rows if tuple(row["options"]) == options]
+        base = dict(next(row for row in runs if (row["way"], row["seed"]) == ("top-K", 0))["heldout_nats_per_token"])
+        for row in runs:
+            line = styles[row["way"], row["seed"]].line
+            steps, values = zip(*row["heldout_nats_per_token"], strict=True)
+            run = f"{row['way']}, seed {row['seed']}, {row['commit'][:7]}: {values[-1]:.4f}"
+            losses.plot(steps, values, label=run, **line)
+            percent = [100 * (value / base[step] - 1) for step, value in zip(steps, values, strict=True)]
+            apart.plot(steps, percent, **line)
+        name = f"{runs[0]['parameters'] / 1e9:.1f} B parameters, {options[options.index('--data.corpus') + 1]}"
+        losses.set(title=name, xlabel="optimiser step", ylabel="held-out loss, nats/token", yscale="log")
+        losses.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        losses.legend(fontsize=7)
+        losses.grid(alpha=0.3, which="both")
+        apart.set(xlabel="optimiser step", ylabel="difference to top-K, seed 0, %")
+        apart.grid(alpha=0.3)
+    figure.suptitle(f"Recipe 1b, on one {rows[0]['gpu']} each")
     return save(figure, folder / "ways.svg")
 
 

@@ -24,7 +24,7 @@ def test_the_figures_in_the_tree_are_those_that_are_drawn(tmp_path: Path) -> Non
     drawn = {path.name: drawn_texts(path) for path in figures.draw_all(tmp_path)}
     assert drawn == {path.name: drawn_texts(path) for path in kept.iterdir()}
     assert min(map(len, drawn.values())) > 10
-    runs = [label[1] for text in drawn["ways.svg"] if (label := re.match(r"\w+: (.+, seed \d+),", text))]
+    runs = [label[1] for text in drawn["ways.svg"] if (label := re.match(r"(.+, seed \d+), \w+: ", text))]
     assert sorted(runs) == sorted(f"{row['way']}, seed {row['seed']}" for row in record.rows("ways"))
     values = {f"{value:.2f}" for bar in figures.newest_bars() for value in (bar.time, bar.memory)}
     assert values <= set(drawn["overview.svg"])
