@@ -54,6 +54,22 @@ def run(arguments: dict[str, Any], adapters: Adapters, how: Any = moe_lora) -> l
     return [o.detach(), *gradients(o, arguments, adapters)]
 
 
+@pytest.mark.parametrize("kernel", ["combine", "dact"])
+def test_out_of_memory_names_no_wrong_size_and_no_option_that_adapters_lack(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its codes have half of a weight's width."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(TorchBackend, kernel, fail)
+    step = "moe_lora" if kernel == "combine" else "moe_lora_grad"
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run(*given(PLAN, "swiglu", torch.float32))
+    assert str(error.value) == f"tilemoe.moe, {step}: CUDA out of memory. Pass fewer tokens per call."
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_hostile_routings_are_bit_equal_to_dense_weights(routing: str, case: str) -> None:

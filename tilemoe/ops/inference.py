@@ -104,7 +104,7 @@ def _advise(name: str, found: str, arguments: dict[str, Any]) -> str:
         is_gated=activation_spec(*arguments["activation"]).is_gated,
         element_bytes=x.element_size(),
     )
-    return out_of_memory_message(name, found, shape)
+    return out_of_memory_message(name, found, shape, can_recompute=False)
 
 
 _experts = Operator("inference", _run, advise=_advise)

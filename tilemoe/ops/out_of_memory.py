@@ -22,6 +22,8 @@ _W = {"w1": 1, "dh": 1}
 
 def advise(name: str, found: str, arguments: dict[str, Any]) -> str:
     """`out_of_memory_message` for an operator whose ``arguments`` (by name) end with plan, spec and backend."""
+    if "up_a" in arguments:  # the memory model knows no adapters, and they cannot recompute
+        return out_of_memory_message(name, found, None, can_recompute=False)
     plan: RoutingPlan = arguments["plan"]
     spec: ActivationSpec = arguments["spec"]
     d, n, w = (_size_of(arguments, places) for places in (_D, _N, _W))
@@ -36,16 +38,16 @@ def _size_of(arguments: dict[str, Any], places: dict[str, int]) -> int | None:
     return next((arguments[name].shape[dim] for name, dim in places.items() if name in arguments), None)
 
 
-def out_of_memory_message(step: str, found: str, shape: MoEShape | None) -> str:
+def out_of_memory_message(step: str, found: str, shape: MoEShape | None, *, can_recompute: bool = True) -> str:
     """One line: the step, what PyTorch's message ``found`` says about the GPU, the layer's need, and what to change.
 
-    ``shape`` is None if the sizes cannot be read from the step's operands.
+    ``shape`` is None if the sizes cannot be read from the step's operands, or the need is not known.
     """
     sentences = found.strip().splitlines()[0].split(". ") if found.strip() else ["out of memory"]
     reason = ". ".join(sentences[:3]).rstrip(".")  # the rest is about the allocator
     need = "" if shape is None else f" {_need(shape)}"
-    advice = "Pass fewer tokens per call, or recompute='up_proj', which keeps no pre-activations."
-    return f"tilemoe.moe, {step}: {reason}.{need} {advice}"
+    more = ", or recompute='up_proj', which keeps no pre-activations" if can_recompute else ""
+    return f"tilemoe.moe, {step}: {reason}.{need} Pass fewer tokens per call{more}."
 
 
 def _need(shape: MoEShape) -> str:
