@@ -70,11 +70,6 @@ def _lend(wrapper: Any, experts: nn.Module, first: int, active_adapters: list[st
         lent.remove(mine)
 
 
-def are_frozen(experts: nn.Module) -> bool:
-    """Whether no weight or bias of the experts is trained."""
-    return not any(parameter.requires_grad for parameter in experts.parameters())
-
-
 def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
     """The weight (e, q, p), or (e, p, q) where transformers calls it transposed, plus its active adapters.
 
@@ -83,7 +78,7 @@ def with_adapters(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
     # Copied, as another thread may change the list meanwhile. Traced, there are none: `experts_forward` sees to it.
     of_threads = () if torch.compiler.is_compiling() else tuple(vars(experts).get(LENT, ()))
     lent = [rest for thread, *rest in of_threads if thread == get_ident() and rest[0].parameter_name == name]
-    if lent and are_frozen(experts) and not isinstance(weight, FrozenWeight):
+    if lent and not isinstance(weight, FrozenWeight) and not any(p.requires_grad for p in experts.parameters()):
         weight = FrozenWeight(weight, weight.dtype)
     for wrapper, first, adapters in lent:
         for adapter in adapters:
