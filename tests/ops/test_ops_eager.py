@@ -24,13 +24,14 @@ from tilemoe.ops.plan import build_topk
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime import operator as replayed
-from tilemoe.runtime.operator import is_replayable
+from tilemoe.runtime.operator import Operator, is_replayable
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 FORWARD = {"tilemoe::moe"}
 NOT_OF_ALL = {"up_proj", "dequantize_h"}  # where all gradients are needed
-BACKWARD = {f"tilemoe::{op.name}" for op in library.BACKWARD_OPS if op.name not in NOT_OF_ALL}
+OPERATORS = [op for op in vars(library).values() if isinstance(op, Operator) and op.registered]
+BACKWARD = {f"tilemoe::{op.name}" for op in OPERATORS if op.name not in NOT_OF_ALL} - FORWARD
 
 
 def leaves_of(plan: RoutingPlan, **options: Any) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Non
 
     plan = PLANS["random"]
     leaves = {name: nn.Parameter(tensor.detach()) for name, tensor in leaves_of(plan).items()}
-    for operator in (library.moe, *library.BACKWARD_OPS, build_topk):
+    for operator in (*OPERATORS, build_topk):
         monkeypatch.setattr(operator, "registered", refuse)
     plan_topk(torch.tensor([[0, 2], [1, 2]]), 3)
     moe(plan=plan, **leaves).sum().backward()

@@ -420,14 +420,4 @@ moe = routed_operator(
     _moe_fake,
     _moe_flops,
 )
-BACKWARD_OPS = (
-    up_proj,
-    dequantize_h,
-    down_proj_dgrad_dact,
-    down_proj_wgrad,
-    up_proj_input_grad,
-    up_proj_wgrad,
-    down_proj_bias_grad,
-    up_proj_bias_grad,
-)
 moe.register_autograd(moe_backward, _save)
