@@ -99,8 +99,10 @@ def _dense_layers(data: Settings, layers: int) -> int:
     return len(layers_without_experts(data, layers))
 
 
-def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
-    """Mixers of Mixtral and Granite; ``settings`` go to `_softmax`."""
+def _plain(data: Settings, layers: int, *, refused: str | None = None, **settings: Any) -> list[Mixer]:
+    """Mixers of Mixtral and Granite. ``refused``: a flag that is not planned; ``settings`` go to `_softmax`."""
+    if refused is not None and flag(data, refused):
+        raise ValueError(f"config.json: {refused} must be False, got True; no other is planned")
     sliding = data.get("sliding_window") if data["model_type"] in ("mixtral", "phimoe") else None
     window = None if sliding is None else _size(data, "sliding_window")
     biased = flag(data, "attention_bias")
@@ -108,18 +110,7 @@ def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
 
 
 def _qwen2(data: Settings, layers: int) -> list[Mixer]:
-    _refuse(data, "use_sliding_window")
-    return _plain(data, layers, qkv_bias=flag(data, "qkv_bias", True), o_bias=False)
-
-
-def _qwen3(data: Settings, layers: int) -> list[Mixer]:
-    _refuse(data, "use_sliding_window")
-    return _plain(data, layers, norms="head")
-
-
-def _ernie(data: Settings, layers: int) -> list[Mixer]:
-    _refuse(data, "use_bias")
-    return _plain(data, layers, qkv_bias=False, o_bias=False)
+    return _plain(data, layers, refused="use_sliding_window", qkv_bias=flag(data, "qkv_bias", True), o_bias=False)
 
 
 def _phimoe(data: Settings, layers: int) -> list[Mixer]:
@@ -230,7 +221,7 @@ def _delta_rule(data: Settings) -> Mixer:
 FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyType(
     {
         "qwen2_moe": _qwen2,
-        "qwen3_moe": _qwen3,
+        "qwen3_moe": partial(_plain, refused="use_sliding_window", norms="head"),
         "qwen3_next": _qwen3_next,
         "mixtral": _plain,
         "olmoe": partial(_plain, norms="full"),
@@ -243,7 +234,7 @@ FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyTyp
         "granitemoe": _plain,
         "granitemoeshared": _plain,
         "phimoe": _phimoe,
-        "ernie4_5_moe": _ernie,
+        "ernie4_5_moe": partial(_plain, refused="use_bias", qkv_bias=False, o_bias=False),
         "hunyuan_v1_moe": partial(_plain, norms="head"),
         "minimax_m2": partial(_plain, norms="full", qkv_bias=False, o_bias=False),
         "llama4_text": _llama4,
@@ -265,11 +256,6 @@ def _of_names(data: Settings, setting: str, layers: int, names: Sequence[str]) -
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in names for kind in kinds):
         raise ValueError(f"config.json: {setting} must be a list of {layers} of {', '.join(map(repr, names))}")
     return kinds
-
-
-def _refuse(data: Settings, name: str) -> None:
-    if flag(data, name):
-        raise ValueError(f"config.json: {name} must be False, got True; no other is planned")
 
 
 def _head_dim(data: Settings) -> int:
