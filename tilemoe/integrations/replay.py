@@ -208,7 +208,8 @@ class _Replay(TorchFunctionMode):
                 f"expert_ids must be (L, B, S, K) with the batch's B, S = {tuple(found)}, not {tuple(given)}"
             )
         times, self._taken = len(self._taken), []
-        if times != 1 and not (times == 0 and self._are_replayed(chosen)):  # a table of token ids takes no top K
+        are_replayed = times == 0 and torch.equal(chosen, self._where_replayed(chosen))
+        if times != 1 and not are_replayed:  # a table of token ids takes no top K
             raise ValueError(
                 f"expert_ids cannot be replayed by {self.name}: its router took the top {chosen.shape[-1]} of "
                 f"{self._num_experts} values {times} times, not once; replay another model, or tilemoe.MoE"
@@ -230,9 +231,6 @@ class _Replay(TorchFunctionMode):
         self._check(out.indices)
         ids = self._where_replayed(out.indices)
         return torch.return_types.topk((values.gather(-1, ids), ids))
-
-    def _are_replayed(self, chosen: Tensor) -> bool:
-        return torch.equal(chosen, self._where_replayed(chosen))
 
     def _where_replayed(self, chosen: Tensor) -> Tensor:
         """The replayed ids, but the ``chosen`` ones for tokens that the mask excludes."""
