@@ -30,7 +30,7 @@ from replay_cases import (
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaLauncher
 
-from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder, RowPacking
+from tilemoe.kernels.choose import Choice, PlanBuilder
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.expert_parallel import triton_window
 from tilemoe.kernels.experts.registry import backend_named
@@ -264,10 +264,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], int | None, Callable[[], Args]]] 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = (by_triton.count_sent, by_triton.place_sent, by_triton.plan_received)
-    kernels = Choice("triton", ExpertParallelKernels(*steps), "")
+    kernels = Choice("triton", by_triton, "")
     monkeypatch.setattr(window, "choose_expert_parallel", lambda *args: kernels)
-    packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
+    packing = Choice("triton", packed, "")
     monkeypatch.setattr(window, "choose_packing", lambda *args: packing)
     for why in ("why_not_triton", "why_no_triton"):
         monkeypatch.setattr(router, why, lambda *args: None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,8 +24,8 @@ from tilemoe.config import MoEConfig
 from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
 from tilemoe.kernels.experts import table
 from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.dense import FLOAT_DTYPES
-from tilemoe.kernels.experts.formats.fp8 import pack_rows, unpack_rows
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
@@ -59,21 +60,6 @@ class PlanBuilder(NamedTuple):
 
     build: PlanTopK
     build_in_one: PlanTopK
-
-
-class ExpertParallelKernels(NamedTuple):
-    """The functions that `tilemoe.kernels.expert_parallel.torch` documents."""
-
-    count_sent: Callable[..., Any]
-    place_sent: Callable[..., Any]
-    plan_received: Callable[..., Any]
-
-
-class RowPacking(NamedTuple):
-    """The functions that `tilemoe.kernels.experts.formats.fp8` documents."""
-
-    pack_rows: Callable[[Tensor], Tensor]
-    unpack_rows: Callable[[Tensor, torch.dtype], Tensor]
 
 
 def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfig | None = None) -> Choice[Backend]:
@@ -196,34 +182,32 @@ def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int
 
 def choose_expert_parallel(
     device: torch.device, num_tokens: int, num_pairs: int, num_experts: int, ranks: int
-) -> Choice[ExpertParallelKernels]:
-    """Expert parallelism's kernels, for T tokens and P pairs that are sent or received among W ranks."""
+) -> Choice[ModuleType]:
+    """Expert parallelism's kernels, for T tokens and P pairs that are sent or received among W ranks: a module with the
+    functions that `tilemoe.kernels.expert_parallel.torch` documents.
+    """
     why = why_no_triton(device)
     if why is None:
         from tilemoe.kernels.expert_parallel import triton as triton_expert_parallel
 
         why = triton_expert_parallel.why_unsupported(num_tokens, num_pairs, num_experts, ranks)
     if why is not None:
-        return Choice("torch", _steps_of(torch_expert_parallel), why)
-    return Choice("triton", _steps_of(triton_expert_parallel), "counting sorts, a few kernels each")
+        return Choice("torch", torch_expert_parallel, why)
+    return Choice("triton", triton_expert_parallel, "counting sorts, a few kernels each")
 
 
-def _steps_of(module: Any) -> ExpertParallelKernels:
-    return ExpertParallelKernels(module.count_sent, module.place_sent, module.plan_received)
-
-
-def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPacking]:
-    """The functions that quantise rows of this dtype, which processes then exchange in FP8."""
+def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[ModuleType]:
+    """The module whose `pack_rows` and `unpack_rows` quantise rows of this dtype, which processes exchange in FP8."""
     why = why_no_triton(device) or backend_named("triton").why_unsupported(device, dtype)
     if why is None:
         from tilemoe.kernels.experts.triton.formats.quantize import why_no_e4m3
 
         why = why_no_e4m3(device)
     if why is not None:
-        return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
+        return Choice("torch", fp8, why)
     from tilemoe.kernels.experts.triton.formats import quantize as by_triton
 
-    return Choice("triton", RowPacking(by_triton.pack_rows, by_triton.unpack_rows), "one kernel packs, one unpacks")
+    return Choice("triton", by_triton, "one kernel packs, one unpacks")
 
 
 def choose_lm(x: Tensor) -> Choice[None]:
