@@ -23,7 +23,7 @@ from tilemoe.kernels.experts.formats.fp8 import ROWS, WEIGHTS, quantize, scales_
 from tilemoe.kernels.experts.formats.operand import Operand
 from tilemoe.kernels.experts.triton.formats import quantize as by_triton
 from tilemoe.kernels.experts.triton.formats.quantize import block_weight, quantized_rows, row_weight
-from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
+from tilemoe.parallel.model import begin_micro_batch, micro_batches
 from tilemoe.runtime.weight_cache import promise_unchanged_weights
 from tilemoe.testing import assert_equal
 

@@ -26,9 +26,8 @@ from tilemoe.config import ParallelConfig
 from tilemoe.layers.experts import accumulate_grads
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.ops import experts as expert_ops
-from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
-from tilemoe.parallel.model import parallelize
+from tilemoe.parallel.model import begin_micro_batch, parallelize
 
 PARTS = 3  # micro-batches of a step
 KEPT = replace(FSDP, reshard_after_forward=False, between_micro_batches="weights_and_gradients")

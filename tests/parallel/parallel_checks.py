@@ -25,10 +25,9 @@ from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, packed_weights
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
 from tilemoe.parallel.expert import expert_parallel, rows_of_experts
-from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.mesh import Meshes, build_meshes
-from tilemoe.parallel.model import parallelize
+from tilemoe.parallel.model import begin_micro_batch, parallelize
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.testing import assert_equal
 from tilemoe.testing.compare import ERROR_CAPS

@@ -25,8 +25,8 @@ from tilemoe.data.tokenizer import ByteTokenizer
 from tilemoe.integrations import hf_decoder
 from tilemoe.integrations.hf_decoder import HFDecoder
 from tilemoe.integrations.quantized import TilemoeConfig, dequantize_experts, quantize_experts
-from tilemoe.parallel.fsdp import shard_adapted
 from tilemoe.parallel.mesh import Meshes
+from tilemoe.parallel.model import shard_adapted
 from tilemoe.testing import assert_equal, relative_error
 from tilemoe.train.checkpoints.folder import open_checkpoint
 from tilemoe.train.checkpoints.initial import adopt

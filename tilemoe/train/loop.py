@@ -29,8 +29,8 @@ from tilemoe.layers.experts import Experts, accumulate_grads
 from tilemoe.layers.lora import LoRAExperts
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.parallel.expert import rows_of_experts, rows_of_ranks
-from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
 from tilemoe.parallel.gradients import clip_gradients
+from tilemoe.parallel.model import begin_micro_batch, micro_batches
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.routing.topk import NonFiniteLogitsError

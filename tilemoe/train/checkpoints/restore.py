@@ -25,9 +25,8 @@ from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.hf_base import HFBase
 from tilemoe.models.huggingface import read_model
 from tilemoe.models.sums import checked
-from tilemoe.parallel.fsdp import shard_adapted
 from tilemoe.parallel.mesh import build_meshes
-from tilemoe.parallel.model import parallelize
+from tilemoe.parallel.model import parallelize, shard_adapted
 from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
 from tilemoe.train.checkpoints.names import read_newest
