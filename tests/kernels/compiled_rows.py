@@ -28,13 +28,8 @@ from tilemoe.kernels.experts.triton import small_m as few_rows
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import small_m, tile_rows
-from tilemoe.kernels.experts.triton.formats.quantize import (
-    block_weight,
-    pack_rows,
-    quantized_rows,
-    row_weight,
-    unpack_rows,
-)
+from tilemoe.kernels.experts.triton.formats.fp8 import weight_for
+from tilemoe.kernels.experts.triton.formats.quantize import pack_rows, quantized_blocks, unpack_rows
 from tilemoe.kernels.experts.triton.formats.transpose import wgrad_operands
 from tilemoe.kernels.experts.triton.tiles import listed_tiles, tile_lists_launch
 from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
@@ -224,7 +219,8 @@ def windows(ranks: int, dtype: torch.dtype) -> Row:
 
 def whole_rows(width: int) -> Row:
     """They are held in registers."""
-    return Row(recorded(lambda: quantized_rows(zeros(256, width))), ((LOADS, 1, ""),), capabilities=(89, 90, 100, 120))
+    run = recorded(lambda: quantized_blocks(zeros(256, width), width))
+    return Row(run, ((LOADS, 1, ""),), capabilities=(89, 90, 100, 120))
 
 
 def of_kernels(launches: Callable[[Device], Iterable[Launch]], *names: str) -> Callable[[Device], list[Launch]]:
@@ -241,9 +237,8 @@ def quantize_all() -> None:
     plan, kernels, weight = topk_plan(256, 2, 4), TritonBackend(), zeros(4, 1024, 512)
     h = zeros(plan.capacity, 1024)
     kernels.dequantize_h(kernels.quantize_h(h))
-    for contracted in (1, 2):
-        row_weight(weight, contracted)
-    block_weight(weight)
+    for gemm in ("up_proj_act", "up_proj_dgrad", "down_proj"):
+        weight_for(gemm, weight)
     list(wgrad_operands(zeros(256, 1024), h, plan))
 
 

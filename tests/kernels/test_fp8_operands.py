@@ -21,8 +21,7 @@ from tilemoe.config import ParallelConfig
 from tilemoe.kernels.experts.formats import fp8
 from tilemoe.kernels.experts.formats.fp8 import ROWS, WEIGHTS, quantize, scales_of
 from tilemoe.kernels.experts.formats.operand import Operand
-from tilemoe.kernels.experts.triton.formats import quantize as by_triton
-from tilemoe.kernels.experts.triton.formats.quantize import block_weight, quantized_rows, row_weight
+from tilemoe.kernels.experts.triton.formats import fp8 as by_triton
 from tilemoe.parallel.model import begin_micro_batch, micro_batches
 from tilemoe.runtime.weight_cache import promise_unchanged_weights
 from tilemoe.testing import assert_equal
@@ -48,6 +47,14 @@ Launched = list[tuple[str, int]]
 
 def a_weight(dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
     return nn.Parameter(torch.randn(2, 128, 256, dtype=dtype))
+
+
+def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
+    return by_triton.weight_for("up_proj_act" if contracted == 2 else "up_proj_dgrad", weight)
+
+
+def block_weight(weight: Tensor | Operand) -> Operand:
+    return by_triton.weight_for("down_proj", weight)
 
 
 def is_same(left: Operand, right: Operand) -> bool:
@@ -239,5 +246,5 @@ def test_operands_pass_as_they_are(launched: Launched) -> None:
     assert block_weight(operand) is operand
     assert row_weight(operand, 2) is operand
     rows = quantize(torch.randn(3, 256), ROWS)
-    assert quantized_rows(rows) is rows
+    assert by_triton.rows_for("up_proj_act", rows) is rows
     assert launched == []

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tilemoe.config import quantizes_wgrad
-from tilemoe.kernels.experts.formats.fp8 import BLOCK, why_not
+from tilemoe.kernels.experts.formats.fp8 import BLOCK, WEIGHTS, kept, weight_block, why_not
 from tilemoe.kernels.experts.formats.operand import GemmOperand, Operand, WeightOperand, contracted_by
 from tilemoe.kernels.experts.triton.descriptors import aligned_rows
 from tilemoe.kernels.experts.triton.formats import transpose
-from tilemoe.kernels.experts.triton.formats.quantize import block_weight, quantized_blocks, row_weight
+from tilemoe.kernels.experts.triton.formats.quantize import quantized_blocks, quantized_weight
 from tilemoe.plan import RoutingPlan
 
 __all__ = ["quantizes_wgrad", "rows_for", "weight_for", "wgrad_operands", "why_not"]
@@ -28,9 +28,12 @@ def rows_for(gemm: str, rows: GemmOperand) -> Operand:
 
 
 def weight_for(gemm: str, weight: WeightOperand) -> Operand:
-    """w1 or w2 (E, p, q) as ``gemm`` reads it, contiguous along the contraction."""
-    assert isinstance(weight, Tensor | Operand), "packed weights are for precision bf16"
-    return block_weight(weight) if gemm == "down_proj" else row_weight(weight, contracted_by(gemm))
+    """w1 or w2 (E, p, q) as ``gemm`` reads it, contiguous along the contraction. Cached until the weight changes."""
+    if isinstance(weight, Operand):
+        return weight
+    assert isinstance(weight, Tensor), "packed weights are for precision bf16"
+    block = WEIGHTS if gemm == "down_proj" else weight_block(weight, contracted_by(gemm))
+    return kept(weight, block, quantized_weight)
 
 
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[transpose.WgradOperands]:

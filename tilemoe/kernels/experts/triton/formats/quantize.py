@@ -21,9 +21,7 @@ from tilemoe.kernels.experts.formats.fp8 import (
     LARGEST,
     SMALLEST_SCALE,
     WEIGHTS,
-    kept,
     packed_operand,
-    weight_block,
     words_of_row,
 )
 from tilemoe.kernels.experts.formats.operand import Operand
@@ -46,11 +44,6 @@ def why_no_e4m3(device: torch.device) -> str | None:
     return None
 
 
-def quantized_rows(rows: Tensor | Operand) -> Operand:
-    """``rows`` (R, p), each row contiguous, quantised with one scale per row; an `Operand` is returned as it is."""
-    return rows if isinstance(rows, Operand) else quantized_blocks(rows, rows.shape[1])
-
-
 def quantized_blocks(rows: Tensor, width: int) -> Operand:
     """``rows`` (R, p), each row contiguous, quantised with a scale for each ``width`` elements of a row."""
     launch, operand = rows_launch(rows, width)
@@ -60,24 +53,11 @@ def quantized_blocks(rows: Tensor, width: int) -> Operand:
 
 
 def dequantized_rows(rows: Operand) -> Tensor:
-    """The inverse of `quantized_rows` or `quantized_blocks`: values (R, p) in the dtype before quantisation."""
+    """The inverse of `quantized_blocks`: values (R, p) in the dtype before quantisation."""
     launch, values = dense_rows_launch(rows)
     if values.shape[0]:
         launch.run()
     return values
-
-
-def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
-    """``weight`` (E, p, q) with a scale for each line along dimension ``contracted``, 1 or 2, and contiguous along it.
-
-    For up_proj, down_proj_dgrad and up_proj_dgrad. Cached until the weight changes; an `Operand` is returned as it is.
-    """
-    return weight if isinstance(weight, Operand) else kept(weight, weight_block(weight, contracted), quantized_weight)
-
-
-def block_weight(weight: Tensor | Operand) -> Operand:
-    """``weight`` (E, p, q), for down_proj: contiguous, with a scale for each 128 x 128. Cached as in `row_weight`."""
-    return weight if isinstance(weight, Operand) else kept(weight, WEIGHTS, quantized_weight)
 
 
 def quantized_weight(weight: Tensor, block: tuple[int, int]) -> Operand:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.experts.formats.fp8 import BLOCK
-from tilemoe.kernels.experts.triton.formats.quantize import quantized_rows, rounded, scale_for
+from tilemoe.kernels.experts.triton.formats.quantize import quantized_blocks, rounded, scale_for
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan, TileList
 from tilemoe.runtime.launch import Launch, ceil_div, launch_of
@@ -50,12 +50,12 @@ def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Itera
 
     A slice overwrites the one before: launch a slice's GEMM before asking for the next.
     """
-    tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
+    p = by_token.shape[1]
+    tokens, tiles = quantized_blocks(by_token, p), listed_tiles(plan, BLOCK)
     find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
     quantize, right, scale = quantize_launch(by_row, tokens.scale, largest, plan, tiles)
     find.run()
     quantize.run()
-    p = by_token.shape[1]
     left = tokens.data.new_empty(min(p, SLICE), tiles.capacity * BLOCK)
     for first in range(0, p, SLICE):
         columns = tokens.data[:, first : first + SLICE]
