@@ -251,6 +251,26 @@ def test_adapters_on_experts_in_4_bit(run: Run) -> None:
     assert "adapters of rank 8, 16 of attention's, on" in run("plan", *arguments, "--attention-rank", 16)[1]
 
 
+@pytest.mark.parametrize(
+    ("widths", "named", "planned"),
+    [
+        ((128, 96), "intermediate_size must be a multiple of 64, the block of NF4, got 96", ["mxfp4", "dense"]),
+        ((80, 64), "hidden_size must be a multiple of 64, the block of NF4, got 80", ["dense"]),
+    ],
+)
+def test_formats_whose_blocks_do_not_divide_the_widths_are_not_planned(
+    widths: tuple[int, int], named: str, planned: list[str], tmp_path: Path, run: Run, fails: Fails
+) -> None:
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok")
+    others = {**dict.fromkeys(names, 2), "vocab_size": 64, "max_position_embeddings": 64}
+    sizes = dict(zip(("hidden_size", "moe_intermediate_size"), widths, strict=True))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "head_dim": 16, **others, **sizes}))
+    arguments = ("--checkpoint", tmp_path / "config.json", "--train", "--lora", 8)
+    assert [setup["experts"] for setup in as_json(run, *arguments)["train"]["setups"]] == planned
+    for experts in ("nf4", "nf4_double"):
+        assert f"--experts {experts}: {named}" in fails("plan", *arguments, "--experts", experts)
+
+
 def test_eager_attention_is_for_gpt_oss(fails: Fails) -> None:
     arguments = ("--preset", "qwen3-30b", "--attention", "eager", "--train", "--lora", 8)
     assert "--attention eager is for gpt-oss, and qwen3-30b-a3b has SDPA; leave it out" in fails("plan", *arguments)

@@ -248,8 +248,7 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
     if options.lora is not None:
         if options.attention == "eager" and not any(mixer.scores for _, mixer in source.model.mixers):
             raise ValueError(f"--attention eager is for gpt-oss, and {source.name} has SDPA; leave it out")
-        storages = tuple(BITS) if options.experts is None else (options.experts,)
-        given = (storages, options.optim, mode, options.attention)
+        given = (_storages(options.experts, source.layer), options.optim, mode, options.attention)
         ranks = (options.lora, options.attention_rank or options.lora)
         return tuning_plan(source.model, gpu, seq_len, ranks, *given)
     shared = options.expert_parallel or ways_to_share(moe, options.gpus)[-1]
@@ -260,6 +259,17 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
     setup = Setup(model, gpu, plan["gpus"], 1, seq_len, precision_on(gpu, moe))
     choices = Choices((1, shared), CHECKPOINTING_MODES if mode is None else (mode,))
     return plan | _proposed(options.global_batch, recipe, setup, choices)
+
+
+def _storages(experts: Storage | None, layer: MoEConfig) -> list[str]:
+    """The formats that the frozen experts of such a layer can have. ValueError: not the one that is given."""
+    from tilemoe.kernels.experts.table import STORAGES  # imports PyTorch, which no other plan needs
+
+    widths = layer.hidden_size, layer.intermediate_size
+    reasons = {name: STORAGES[name].weight.why_not(*widths) if name in STORAGES else None for name in BITS}
+    if experts is not None and reasons[experts] is not None:
+        raise ValueError(f"--experts {experts}: {reasons[experts]}")
+    return [name for name, why in reasons.items() if experts in (None, name) and why is None]
 
 
 def _proposed(global_batch: int | None, recipe: Recipe | None, setup: Setup, choices: Choices) -> dict[str, Any]:
