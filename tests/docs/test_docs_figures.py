@@ -75,7 +75,7 @@ def test_ways_of_training() -> None:
     assert f'"nearest" dropped at most {100 * dropped:.1f}% of the pairs' in text_of("rounding.md")
     fp8, bf16, other = (runs[run + of_fp8] for run in (("fp8", 0), ("top-K", 0), ("top-K", 1)))
     spread = in_percent(loss_of(other), loss_of(bf16)).removeprefix("+")
-    assert f"Another seed of top-K ended {spread} above the second loss" in text_of("rounding.md")
+    assert f"On the second text another seed of top-K ended {spread} higher." in text_of("rounding.md")
     apart = f"| {in_percent(loss_of(fp8), loss_of(bf16))} at the end; two bf16 seeds differ by {spread}; "
     rates = (f"{row['tokens_per_second']:,.0f}" for row in (fp8, bf16))
     assert apart + "{} tokens/s, bf16 {} |".format(*rates) in text_of("fp8.md")
